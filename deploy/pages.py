@@ -149,7 +149,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def with_metrics(page: str) -> str:
-    """Returns the page of what is observed with the table of the metrics as it is now."""
+    """Returns the page of what is observed with the present table of the metrics."""
     rows = ["| metric | is |", "|---|---|"]
     for one in json.loads(MEANINGS.read_text()):
         unit = f" ({one['unit']})" if "unit" in one else ""

@@ -214,7 +214,7 @@ class SimpleRun:
         )
 
     def begin(self) -> None:
-        """Evaluates the model as it is: step 0."""
+        """Evaluates the untrained model: step 0."""
         if self._job.evaluates:
             self.folder.append_metrics(MetricsRow(step=0, metrics=self.evaluate(0)))
         self._began = time.monotonic()

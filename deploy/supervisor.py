@@ -171,7 +171,7 @@ TRAINER_STOP_DEADLINE_S = 300.0
 """The trainer first finishes a checkpoint that it writes."""
 
 WAITING_S = 3.0
-"""Seconds until the user is told which service is waited for, and again after twice as many."""
+"""Seconds until a message says which service is waited for, and again after twice as many."""
 
 
 class Supervisor:

@@ -111,7 +111,7 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
 
 
 def say(message: str) -> None:
-    """Prints a message for people on stderr, as it is."""
+    """Prints a message for people on stderr, unchanged."""
     err.print(message, markup=False, highlight=False)
 
 

@@ -33,7 +33,7 @@ AT_ONCE = 1024
 ITEM = ("completion", "prompt", "num_tokens")
 
 SILENT_S = 5.0
-"""Seconds of grading until the user is told that it is still running."""
+"""Seconds of grading until a message says that it is still running."""
 
 STILL_GRADING = (
     f"still grading after {SILENT_S:g} s: the reward's code is being imported, or runs; Ctrl-C "

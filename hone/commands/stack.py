@@ -1,4 +1,4 @@
-"""The stack: `hone up` and `hone down` on this machine; its page, or that of run folders alone:
+"""The stack: `hone up` and `hone down` on this machine; its page, or a page of run folders alone:
 `hone open`, `hone view`; the records of its jobs after Redis lost its data: `hone recover`; and its
 API keys: `hone keys create`, `list`, `revoke`."""
 

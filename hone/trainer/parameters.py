@@ -1,6 +1,6 @@
 """The names that people use for GRPO, TRL's above all, as the job's keys.
 
-Those that become a key alone, and those that have no key, are in `single.py`; those whose values
+Parameters that become a key alone or have no key are in `single.py`; those whose values
 become keys together are here.
 
 `hone.Trainer`, `hone import` and the table of docs/trainer.md are made from these.

@@ -126,7 +126,7 @@ class Run(MetricsRun):
 
     @property
     def record(self) -> JobRecord:
-        """The job's record as it is now."""
+        """The job's present record."""
         with self.client as client:
             return client.get(self.id)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from shared.errors import Failed
+from typing import Literal
 
-PREEMPTED = "put away"
-"""What the sentence of a `Preempted` begins with."""
+from shared.errors import BadRequest, Failed, HoneError
 
-
-def is_preempted(why: str | None) -> bool:
-    """Returns whether this is the sentence of a `Preempted`."""
-    return (why or "").startswith(PREEMPTED)
+CheckNeeds = Literal["settings", "data", "services"]
+"""What a check of a job reads: only the job and the settings; or models and data, which take long
+to read; or the job's services, and its first prompts."""
 
 
 class OperatorActionNeeded(Failed):
-    """The job cannot continue until an operator has done what the sentence says. Nothing is lost:
-    it continues where it was."""
+    """The job needs operator action, which the sentence names. Nothing is lost: the job continues
+    where it was."""
 
 
 class Preempted(OperatorActionNeeded):
@@ -27,5 +25,19 @@ class BudgetExceeded(OperatorActionNeeded):
     """The job has reached its cost limit."""
 
 
+class CheckFailed(HoneError):
+    """A check at the start of an attempt did not pass because of `cause`. `needs` is what the check
+    reads."""
+
+    def __init__(self, check: str, needs: CheckNeeds, cause: HoneError) -> None:
+        detail = cause.detail
+        if isinstance(cause, BadRequest) and needs != "settings":
+            detail = (
+                f"its {check} were accepted when it was submitted, and are refused now: {detail}"
+            )
+        super().__init__(detail, code=cause.code)
+        self.needs, self.cause = needs, cause
+
+
 class SyncFailed(Failed):
-    """The sampler does not serve the published weights, though they were pushed twice."""
+    """A sampler does not serve the published weights, or cannot take them by this method."""

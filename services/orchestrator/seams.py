@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from shared.errors import BadRequest, Conflict, Unavailable
+from shared.errors import BadRequest, Conflict
 from shared.http.client import Client
 from shared.http.connecting import Tell
 from shared.job import Job, TeacherSpec
@@ -39,20 +39,16 @@ LOST = "episode_lost"
 """The error's code of an episode that cannot continue."""
 
 
-class Lost(Conflict):
+class EpisodeLost(Conflict):
     """The episode cannot continue."""
 
     default_code = LOST
 
 
-class Unreachable(Unavailable):
-    """No server of the environment can be reached."""
-
-
 class Environment(Protocol):
-    """The episodes of a job. `service` is what is waited for, by name. Each call raises Lost for an
-    episode that cannot continue; the conversation is then played again. A failing tool is a result
-    for the model."""
+    """The episodes of a job. `service` is what is waited for, by name. Each call raises EpisodeLost
+    for an episode that cannot continue; the conversation is then played again. A failing tool is a
+    result for the model."""
 
     service: str
 
@@ -73,7 +69,8 @@ class Environment(Protocol):
         ...
 
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
-        """Opens an episode of a row and ends it. Raises BadRequest where it cannot be opened."""
+        """Opens an episode of a row and ends it. Raises BadRequest where it cannot be opened, and
+        Unavailable if no server of the environment can be reached."""
         ...
 
     async def shut(self) -> None:

@@ -82,9 +82,9 @@ class Fences:
         self._aborted: dict[str, Fence] = {}
 
     def take_over(self, asker: Fenced | ModelRequest | SleepRequest) -> bool:
-        """Makes all older attempts and epochs stale, but those that the asker names beside itself.
-        Returns whether the sampler was another orchestrator's before. Raises Conflict if it is now,
-        or if the asker is stale itself."""
+        """Makes all older attempts and epochs stale, except the attempts that the caller names
+        beside itself. Returns whether the sampler was another orchestrator's before. Raises
+        Conflict if it is now, or if the asker is stale itself."""
         if asker.job_id is None:
             return False
         if passes := self._ownership.take(asker):

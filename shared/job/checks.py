@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 def check(job: Job) -> None:
     """Raises ValueError for the first fault."""
-    _ends_some_time(job)
-    _has_what_it_needs(job)
-    _stops_at_what_is_measured(job)
-    _keeps_the_best_of_what_is_measured(job)
-    _skips_what_is_numbered(job)
-    _has_rewards(job)
-    _reward_names_differ(job)
-    _keeps_what_is_sampled(job)
-    _sends_what_is_whole(job)
-    _has_an_adapter_to_sync(job)
-    _syncs_in_time(job)
-    _whole_vocabulary(job)
-    _rates_in_order(job)
-    _plays_to_the_end(job)
-    _credits_each_token(job)
-    _has_prefixes_to_keep(job)
-    _is_pushed_whole(job)
-    _is_supervised_whole(job)
+    _check_length(job)
+    _check_data(job)
+    _check_target(job)
+    _check_best_metric(job)
+    _check_difficulty(job)
+    _check_rewards(job)
+    _check_reward_names(job)
+    _check_sync_staleness(job)
+    _check_live_weights(job)
+    _check_adapter_sync(job)
+    _check_sync_every(job)
+    _check_truncated_sampling(job)
+    _check_learning_rates(job)
+    _check_environment(job)
+    _check_credit(job)
+    _check_keep_prefixes(job)
+    _check_pushed(job)
+    _check_supervised(job)
     if job.steps and job.warmup.steps >= job.steps:
         raise ValueError(all_warm_up(job))
 
@@ -48,7 +48,7 @@ def check_groups(job: Job) -> None:
         )
 
 
-def _plays_to_the_end(job: Job) -> None:
+def _check_environment(job: Job) -> None:
     if job.environment is None:
         if any(reward.grader == "environment" for reward in job.rewards):
             raise ValueError(
@@ -62,15 +62,15 @@ def _plays_to_the_end(job: Job) -> None:
         )
 
 
-def _credits_each_token(job: Job) -> None:
+def _check_credit(job: Job) -> None:
     credit = job.advantages.credit
     got = f'advantages.credit is "{credit}"'
     if job.teacher is not None:
-        _has_a_ratio_of_tokens(job, f"the job has a teacher, {job.teacher.model!r}")
+        _check_token_ratio(job, f"the job has a teacher, {job.teacher.model!r}")
     if credit == "episode":
-        _discounts_turns(job)
+        _check_turn_discount(job)
         return
-    _has_a_ratio_of_tokens(job, got)
+    _check_token_ratio(job, got)
     if job.environment is None:
         raise ValueError(
             f"{got} and the job has no [environment], so a rollout has one turn; expected credit "
@@ -88,7 +88,7 @@ def _credits_each_token(job: Job) -> None:
         )
 
 
-def _discounts_turns(job: Job) -> None:
+def _check_turn_discount(job: Job) -> None:
     if job.advantages.turn_discount != 1:
         raise ValueError(
             f"advantages.turn_discount is {job.advantages.turn_discount:g} and advantages.credit "
@@ -97,7 +97,7 @@ def _discounts_turns(job: Job) -> None:
         )
 
 
-def _has_a_ratio_of_tokens(job: Job, got: str) -> None:
+def _check_token_ratio(job: Job, got: str) -> None:
     training = job.training
     if training.ratio_of == "sequence":
         raise ValueError(
@@ -108,7 +108,7 @@ def _has_a_ratio_of_tokens(job: Job, got: str) -> None:
         )
 
 
-def _has_prefixes_to_keep(job: Job) -> None:
+def _check_keep_prefixes(job: Job) -> None:
     if not job.sampling.keep_prefixes:
         return
     if job.max_staleness == 0:
@@ -124,7 +124,7 @@ def _has_prefixes_to_keep(job: Job) -> None:
         )
 
 
-def _is_pushed_whole(job: Job) -> None:
+def _check_pushed(job: Job) -> None:
     """Groups of kind "pushed" come with their rewards. So `[[rewards]]` are for held-out problems
     only, and the keys that order training problems have nothing to order."""
     if not job.is_pushed:
@@ -155,7 +155,7 @@ def _is_pushed_whole(job: Job) -> None:
         )
 
 
-def _is_supervised_whole(job: Job) -> None:
+def _check_supervised(job: Job) -> None:
     """Supervised steps need answers, and nothing that is of sampled completions."""
     training, warms_up = job.training, job.warmup.steps > 0
     if training.objective != "sft" and not warms_up:
@@ -234,7 +234,7 @@ def all_warm_up(job: Job) -> str:
     )
 
 
-def _ends_some_time(job: Job) -> None:
+def _check_length(job: Job) -> None:
     if "steps" not in job.model_fields_set and job.data.epochs is None:
         raise ValueError("neither steps nor data.epochs is set; expected one of them")
     if job.data.epochs is not None and job.data.streaming:
@@ -244,7 +244,7 @@ def _ends_some_time(job: Job) -> None:
         )
 
 
-def _has_what_it_needs(job: Job) -> None:
+def _check_data(job: Job) -> None:
     if job.trains and job.data.train is None and not (job.is_pushed or job.is_program):
         raise ValueError("'data.train' is missing; expected the training problems")
     if job.trains and job.evaluation.models:
@@ -259,7 +259,7 @@ def _has_what_it_needs(job: Job) -> None:
         )
 
 
-def _stops_at_what_is_measured(job: Job) -> None:
+def _check_target(job: Job) -> None:
     if job.stop.target is None:
         return
     if not job.evaluates:
@@ -270,7 +270,7 @@ def _stops_at_what_is_measured(job: Job) -> None:
     _check_metric(job, "stop.metric", job.stop.metric)
 
 
-def _keeps_the_best_of_what_is_measured(job: Job) -> None:
+def _check_best_metric(job: Job) -> None:
     best = job.checkpoints.keep_best
     if best not in (None, CheckpointSpec().keep_best) and job.evaluates:
         _check_metric(job, "checkpoints.keep_best", best)
@@ -297,7 +297,7 @@ def _measured(job: Job) -> list[str]:
     ]
 
 
-def _skips_what_is_numbered(job: Job) -> None:
+def _check_difficulty(job: Job) -> None:
     if job.difficulty.skips and job.data.streaming:
         raise ValueError(
             "difficulty skips problems and data.streaming is true; a stream is not read by row "
@@ -305,7 +305,7 @@ def _skips_what_is_numbered(job: Job) -> None:
         )
 
 
-def _has_rewards(job: Job) -> None:
+def _check_rewards(job: Job) -> None:
     if job.rewards or (job.trains_without_sampling and job.trains):
         return
     if job.teacher is None:
@@ -317,7 +317,7 @@ def _has_rewards(job: Job) -> None:
         )
 
 
-def _reward_names_differ(job: Job) -> None:
+def _check_reward_names(job: Job) -> None:
     labels = [reward.label for reward in job.rewards] + ["teacher"] * (job.teacher is not None)
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -326,7 +326,7 @@ def _reward_names_differ(job: Job) -> None:
         )
 
 
-def _keeps_what_is_sampled(job: Job) -> None:
+def _check_sync_staleness(job: Job) -> None:
     if SYNC_METHODS[job.weight_sync].ends_requests and job.max_staleness:
         raise ValueError(
             f'weight_sync is "{job.weight_sync}", which ends what is being sampled, and '
@@ -334,7 +334,7 @@ def _keeps_what_is_sampled(job: Job) -> None:
         )
 
 
-def _sends_what_is_whole(job: Job) -> None:
+def _check_live_weights(job: Job) -> None:
     if SYNC_METHODS[job.weight_sync].is_live and not job.has_live_weights:
         why = "lora is set" if job.lora else "memory.zero_stage is 3"
         raise ValueError(
@@ -343,7 +343,7 @@ def _sends_what_is_whole(job: Job) -> None:
         )
 
 
-def _has_an_adapter_to_sync(job: Job) -> None:
+def _check_adapter_sync(job: Job) -> None:
     if job.weight_sync == "lora" and job.lora is None:
         raise ValueError(
             'weight_sync is "lora" and the job has no [lora], so there is no adapter to sync; '
@@ -356,7 +356,7 @@ def _has_an_adapter_to_sync(job: Job) -> None:
         )
 
 
-def _syncs_in_time(job: Job) -> None:
+def _check_sync_every(job: Job) -> None:
     if job.sync_every > job.max_staleness + 1:
         raise ValueError(
             f"sync_every is {job.sync_every} and max_staleness {job.max_staleness}; expected "
@@ -365,7 +365,7 @@ def _syncs_in_time(job: Job) -> None:
         )
 
 
-def _whole_vocabulary(job: Job) -> None:
+def _check_truncated_sampling(job: Job) -> None:
     top_p, top_k, min_p = job.sampling.top_p, job.sampling.top_k, job.sampling.min_p
     if job.needs_masks and not 1 <= top_k <= MAX_KEPT:
         raise ValueError(
@@ -377,7 +377,7 @@ def _whole_vocabulary(job: Job) -> None:
         )
 
 
-def _rates_in_order(job: Job) -> None:
+def _check_learning_rates(job: Job) -> None:
     if job.training.min_learning_rate > job.learning_rate:
         raise ValueError(
             f"training.min_learning_rate is {job.training.min_learning_rate:g}, above "

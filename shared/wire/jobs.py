@@ -14,6 +14,10 @@ from shared.wire.base import JobId, Listing, Weight, Wire
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
+PauseReason = Literal["requested", "preempted", "error"]
+"""Why a job is paused: a person paused it; it made room for another job and continues
+automatically; or an operator has to do what `error` says."""
+
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -39,7 +43,8 @@ class Obstacle(Wire):
 class JobSummary(Wire):
     """A job as lists show it. Times are Unix seconds.
 
-    `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
+    `error` is a sentence: why it failed, or why it was paused; `pause_reason` is the code of the
+    latter, None unless the job is paused. `recoveries` counts how often it
     continued after a service had lost its state, and `attempts` how often a worker took it up.
     `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
 
@@ -79,6 +84,7 @@ class JobSummary(Wire):
     doing: str | None = None
     waits: str | None = None
     error: str | None = None
+    pause_reason: PauseReason | None = None
     stopped: str | None = None
     metadata: dict[str, str] = {}
 
@@ -92,6 +98,7 @@ class JobState(Wire):
     cancel_requested: bool = False
     pause_requested: bool = False
     error: str | None = None
+    pause_reason: PauseReason | None = None
 
 
 class Withdrawn(Wire):

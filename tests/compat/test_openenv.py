@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.extensions.environments.openenv import OpenEnv
-from services.orchestrator.seams import Lost
+from services.orchestrator.seams import EpisodeLost
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import ToolCall
@@ -89,10 +89,10 @@ async def test_its_server_is_as_the_client_expects() -> None:
             assert not (await asyncio.wait([waiting], timeout=2))[0], "there is room for two"
             await made.close("a", rewarded=True)
             await asyncio.wait_for(waiting, 5)
-            with pytest.raises(Lost, match="numbers below 0 break the game"):
+            with pytest.raises(EpisodeLost, match="numbers below 0 break the game"):
                 await made.step("b", 0, (guess(-1),))
             server.process.send_signal(signal.SIGKILL)
-            with pytest.raises(Lost, match="closed the connection"):
+            with pytest.raises(EpisodeLost, match="closed the connection"):
                 await made.step("c", 0, (guess(7),))
 
 

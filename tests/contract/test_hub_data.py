@@ -13,8 +13,8 @@ import datasets.config
 import pytest
 
 from services.orchestrator.data import sources
-from services.orchestrator.data.apart import run_in_subprocess
 from services.orchestrator.data.sources import fetch, needs_hub, source_requests
+from services.orchestrator.data.subprocesses import run_in_subprocess
 from services.orchestrator.grpo.prompts import load_prompts
 from shared.errors import Unavailable
 from shared.job import Job
@@ -126,7 +126,7 @@ async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked
         while (await stack.get(second.id)).recoveries < 2:
             await asyncio.sleep(0.05)
     said = [event.message for event in await stack.events(second.id)]
-    why = "the job's data was not fetched: it was not done in 2 s"
+    why = "fetching the data 'owner/data' was not done in 2 s"
     assert f"{why}; loading the job again (recovery 2)" in said
     await stack.post(f"{second.id}/pause")
     assert (await stack.until(second.id, "paused")).error == "paused on request"

@@ -15,8 +15,8 @@ from mcp.server import MCPServer
 
 from services.orchestrator.extensions.environments.mcp_session import MAX_MESSAGE_BYTES
 from services.orchestrator.extensions.environments.tools import Tools
-from services.orchestrator.seams import Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import EpisodeLost
+from shared.errors import BadRequest, Unavailable
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -160,13 +160,13 @@ async def test_a_server_that_dies_or_hangs_or_shouts_loses_the_episode() -> None
                 ("add_shout", "more than 4194304"),
             ):
                 await made.open("a", {})
-                with pytest.raises(Lost, match=why):
+                with pytest.raises(EpisodeLost, match=why):
                     await made.step("a", 0, (call(name),))
             await made.open("a", {})
             await life.aclose()
-            with pytest.raises(Lost, match=f"{url} gave no answer: .*connection"):
+            with pytest.raises(EpisodeLost, match=f"{url} gave no answer: .*connection"):
                 await made.step("a", 0, (call("add", a=1, b=2),))
-            with pytest.raises(Unreachable, match=f"{url} gave no answer: .*connection"):
+            with pytest.raises(Unavailable, match=f"{url} gave no answer: .*connection"):
                 await made.validate({})
 
 
@@ -182,7 +182,7 @@ async def test_a_compressed_answer_is_refused_before_it_grows() -> None:
     async with await asyncio.start_server(bomb, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
         async with tools(url) as made:
-            with pytest.raises(Unreachable, match="compressed"):
+            with pytest.raises(Unavailable, match="compressed"):
                 await made.validate({})
 
 

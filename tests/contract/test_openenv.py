@@ -14,8 +14,8 @@ from fastapi.responses import StreamingResponse
 
 from services.orchestrator.extensions.environments.openenv import OpenEnv, Socket
 from services.orchestrator.extensions.environments.tools import check_allowed
-from services.orchestrator.seams import Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import EpisodeLost
+from shared.errors import BadRequest, Unavailable
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import EpisodeStepped, ToolCall
@@ -115,10 +115,10 @@ async def test_an_environment_of_tools_offers_its_tools() -> None:
 async def test_an_environment_that_fails_loses_the_episode(number: int, reason: str) -> None:
     async with GuessServer().running() as server, environment(server.url) as made:
         await made.open("a", ROW)
-        with pytest.raises(Lost, match=reason) as found:
+        with pytest.raises(EpisodeLost, match=reason) as found:
             await stepped(made, 5, number)
         assert found.value.code == "episode_lost"
-        with pytest.raises(Lost, match="is not open"):
+        with pytest.raises(EpisodeLost, match="is not open"):
             await stepped(made, 5)
         await made.open("a", ROW)
         assert (await stepped(made, 7)).reward == 1.0
@@ -127,7 +127,7 @@ async def test_an_environment_that_fails_loses_the_episode(number: int, reason: 
 async def test_a_reset_that_fails_loses_the_episode_and_no_room() -> None:
     async with GuessServer(1).running() as server, environment(server.url) as made:
         for _ in range(2):
-            with pytest.raises(Lost, match="no such secret"):
+            with pytest.raises(EpisodeLost, match="no such secret"):
                 await made.open("a", {"secret": FAILS})
         await made.open("a", ROW)
 
@@ -153,8 +153,8 @@ async def test_a_server_that_stays_full_without_an_episode_loses_those_that_wait
             found = await asyncio.gather(*waiting, return_exceptions=True)
         told = {f"{type(each).__name__}: {each}" for each in found}
         assert told == {
-            f"Lost: the environment at {server.url} has no room: full; waited 0.3 s (boot_s), "
-            "with no other episode open"
+            f"EpisodeLost: the environment at {server.url} has no room: full; waited 0.3 s "
+            "(boot_s), with no other episode open"
         }
         server.capacity = 1
         await made.open("a", ROW)
@@ -185,7 +185,7 @@ async def test_a_server_that_dies_loses_its_episodes_and_others_take_the_next() 
             await made.open("a", ROW)
             await made.open("b", ROW)
             await life.aclose()
-            with pytest.raises(Lost, match=f"{dying.url} closed the connection"):
+            with pytest.raises(EpisodeLost, match=f"{dying.url} closed the connection"):
                 await stepped(made, 5)
             assert (await stepped(made, 7, id="b")).reward == 1.0
             async with asyncio.timeout(5):
@@ -193,7 +193,7 @@ async def test_a_server_that_dies_loses_its_episodes_and_others_take_the_next() 
                     await made.open(str(number), ROW)
             assert other.open == 5
         async with environment(dying.url, boot_s=0.5) as made:
-            with pytest.raises(Lost, match=f"{dying.url} cannot be reached"):
+            with pytest.raises(EpisodeLost, match=f"{dying.url} cannot be reached"):
                 await made.open("a", ROW)
 
 
@@ -206,7 +206,7 @@ async def test_a_job_is_told_what_is_wrong_with_its_server() -> None:
         assert (await made.validate(ROW)).tools == ()
     away = nowhere()
     async with environment(away) as made:
-        with pytest.raises(Unreachable, match=f"{away} cannot be reached: .*[Cc]onnect"):
+        with pytest.raises(Unavailable, match=f"{away} cannot be reached: .*[Cc]onnect"):
             await made.validate(ROW)
 
 
@@ -218,12 +218,12 @@ async def test_a_server_of_something_else_and_a_redirect_are_refused() -> None:
     async with await asyncio.start_server(redirects, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with environment(f"http://127.0.0.1:{port}") as made:
-            with pytest.raises(Unreachable, match=r"redirects to 10.0.0.1, which is not followed"):
+            with pytest.raises(Unavailable, match=r"redirects to 10.0.0.1, which is not followed"):
                 await made.validate(ROW)
     other = GuessServer()
     other.app = FastAPI()
     async with other.running(), environment(other.url) as made:
-        with pytest.raises(Unreachable, match="cannot be reached: 403"):
+        with pytest.raises(Unavailable, match="cannot be reached: 403"):
             await made.validate(ROW)
 
 
@@ -260,7 +260,7 @@ async def test_a_schema_that_comes_in_pieces_is_read_whole() -> None:
 )
 def test_a_frame_that_cannot_be_counted_loses_the_episode(frame: str) -> None:
     socket: Any = None
-    with pytest.raises(Lost, match="expected an observation with a finite reward"):
+    with pytest.raises(EpisodeLost, match="expected an observation with a finite reward"):
         Socket(socket, "http://games")._read(frame)
 
 

@@ -10,6 +10,7 @@ from services.orchestrator.jobs.preflight import check_colocation
 from shared.errors import BadRequest
 from shared.job import Job, MemorySpec
 from shared.settings import Settings
+from shared.wire import ResumeRequest
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -44,6 +45,17 @@ async def test_the_sampler_sleeps_before_each_step_and_wakes_with_its_weights(
     assert (record.status, record.recoveries) == ("succeeded", 0)
     step = ["sleep", "train_step", "publish", "reload"]
     assert order == ["model", "sleep", "job", "publish", "reload", *step * 8]
+
+
+async def test_a_change_that_needs_another_gpu_is_refused_when_the_job_is_resumed(
+    stack: Stack, job: Job
+) -> None:
+    paused = await stack.submit(job)
+    await stack.post(f"{paused.id}/pause")
+    await stack.until(paused.id, "paused")
+    with pytest.raises(BadRequest, match=r"HONE_COLOCATE is set.*got memory.zero_stage 3"):
+        await stack.post(f"{paused.id}/resume", ResumeRequest(set=("memory.zero_stage=3",)))
+    assert (await stack.get(paused.id)).status == "paused"
 
 
 async def test_a_sampler_that_dies_asleep_is_loaded_again(

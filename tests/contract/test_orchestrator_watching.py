@@ -109,7 +109,7 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
         nobody = f"http://127.0.0.1:{free_port()}"
         where = running.model_copy(update={"reward_url": nobody})
         services = Services.of(Caller(job, where, tell=tell))
-        with services.waits.on("reward", "grading a group"):
+        with services.pending.on("reward", "grading a group"):
             await services.look()
         assert told == [], "a job that waits for it would say so"
         await services.look()

@@ -363,7 +363,10 @@ async def test_a_job_is_taken_with_its_first_sampler_and_finds_others_on_its_way
         while not (waiting := await pool.stack.get(job_id)).waits_for:
             await asyncio.sleep(0.01)
     (obstacle,) = waiting.waits_for.values()
-    why = "takes no job: HONE_ROLLOUT_URL is 'registered', which stands for none now"
+    why = (
+        "takes no job: HONE_ROLLOUT_URL is 'registered', and no sampler is registered; start one "
+        "with HONE_ROLLOUT_ADVERTISE_URL. See: hone doctor"
+    )
     assert (waiting.status, obstacle.why) == ("queued", why)
     assert not pool.stack.fakes.calls["job"]
     await take_part(pool, first)

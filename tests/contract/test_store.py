@@ -447,6 +447,38 @@ async def test_what_a_worker_was_asked_before_it_went_is_done_when_the_job_is_to
     assert record.error == ("paused on request" if ask == "pause" else None)
 
 
+async def test_a_paused_job_has_the_code_of_its_reason_until_it_is_resumed(store: Store) -> None:
+    job_id = await submit(store)
+    assert (await store.pause(job_id)).pause_reason == "requested"
+    assert (await store.resume(job_id)).pause_reason is None
+    await store.halt(await take(store), "a disk is full")
+    (listed,) = (await store.list(None, 10)).jobs
+    assert listed.pause_reason == (await store.get(job_id)).pause_reason == "error"
+    await store.resume(job_id)
+    await store.halt(await take(store), "another job waits", "preempted")
+    assert (await store.get(job_id)).pause_reason == "preempted"
+    assert (await store.cancel(job_id)).pause_reason is None
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("paused on request", "requested"),
+        ("put away: its program sent nothing for 10 s", "preempted"),
+        ("the disk is full", "error"),
+    ],
+)
+async def test_a_pause_that_an_older_version_stored_has_the_code_of_its_sentence(
+    store: Store, raw: Any, error: str, reason: str
+) -> None:
+    job_id = await submit(store)
+    await store.pause(job_id)
+    await raw.hdel(keys.job(job_id), "pause_reason")
+    await raw.hset(keys.job(job_id), "error", error)
+    assert (await store.get(job_id)).pause_reason == reason
+    assert (await store.state(job_id)).pause_reason == reason
+
+
 async def test_a_job_that_was_to_be_cancelled_is_not_paused_instead(store: Store, raw: Any) -> None:
     job_id = await submit(store)
     await take(store)

@@ -16,7 +16,7 @@ LINES = {
     "hone": 11_050,
     "shared": 14_150,
     "services/orchestrator/api": 1_750,
-    "services/orchestrator/data": 1_900,
+    "services/orchestrator/data": 1_920,
     "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 2_950,
     "services/orchestrator/jobs": 2_850,
@@ -84,6 +84,7 @@ def test_the_pipeline_is_read_with_at_most_50_files_of_9000_lines() -> None:
 
 def test_an_extension_imports_no_other_but_those_that_are_named() -> None:
     package = "services.orchestrator.extensions."
+    used = set[tuple[str, str]]()
     for path in files("services/orchestrator/extensions"):
         own = path.relative_to(ROOT / "services/orchestrator/extensions").parts[0]
         own = own.removesuffix(".py")
@@ -91,3 +92,5 @@ def test_an_extension_imports_no_other_but_those_that_are_named() -> None:
             other = name.removeprefix(package).partition(".")[0]
             if name.startswith(package) and other != own:
                 assert (own, other) in BETWEEN_EXTENSIONS, f"{path} imports {name}"
+                used.add((own, other))
+    assert used == BETWEEN_EXTENSIONS, "remove the pairs that no longer import each other"

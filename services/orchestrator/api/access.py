@@ -68,7 +68,7 @@ NOT_OWN = {("GET", "/v1/files")}
 OwnerOf = Callable[[str], Awaitable[str | None]]
 
 
-async def _nobody(_: str) -> str | None:
+async def _no_owner(_: str) -> str | None:
     return None
 
 
@@ -95,7 +95,7 @@ class Keys:
     """The keys of one folder of runs. `owner_of` returns the name of the key that submitted a job;
     "" for HONE_TOKEN, None for no job."""
 
-    def __init__(self, runs_dir: Path, owner_of: OwnerOf = _nobody) -> None:
+    def __init__(self, runs_dir: Path, owner_of: OwnerOf = _no_owner) -> None:
         self._root = runs_dir / ".keys"
         self._owner_of = owner_of
         self._reading = ThreadPoolExecutor(2, "keys")  # so other work in threads delays no request

@@ -47,7 +47,7 @@ SSE_WAIT_S = 15.0
 connection."""
 
 PROGRESS_S = 2.0
-"""Seconds without an event after which a follower with `progress` is told what the job does."""
+"""Seconds without an event after which a follower with `progress` receives what the job does."""
 
 MAX_STEP = 10**9
 
@@ -269,8 +269,8 @@ def _spread(rows: Sequence[MetricsRow], points: int) -> list[MetricsRow]:
     evaluated = [
         at for at, row in enumerate(rows) if any(name.startswith("eval/") for name in row.metrics)
     ]
-    apart = max(1, -(-len(evaluated) // points))
-    return [rows[at] for at in sorted(even | set(evaluated[::apart]))]
+    stride = max(1, -(-len(evaluated) // points))
+    return [rows[at] for at in sorted(even | set(evaluated[::stride]))]
 
 
 def _short(value: float | None) -> float | None:

@@ -14,11 +14,16 @@ from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job, price_for
+from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import JobFilter, Readable
 from services.orchestrator.store.records import Submission, find_runs
-from services.orchestrator.store.run_folders import accept, cancel, complete_submission, stop
+from services.orchestrator.store.run_folders import (
+    accept,
+    cancel,
+    cancel_if_active,
+    complete_submission,
+)
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict
@@ -86,14 +91,14 @@ def _add_submitting(
 ) -> None:
     async def submit(request: SubmitRequest) -> CreatedResource[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
-        If its Idempotency-Key was used for this job before: 200, and the job as it is now."""
+        If its Idempotency-Key was used for this job before: 200, and the present record."""
         key = request_key.get()
         if known := await complete_submission(store, request.job, key):
             return CreatedResource[JobRecord](
                 body=known, location=f"/v1/jobs/{known.id}", is_new=False
             )
         await runs.check()
-        checked = await check_job(request.job, checks)
+        checked = await check_job(request.job, checks, store)
         submission = Submission(
             with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
@@ -112,11 +117,11 @@ def _add_submitting(
         """Withdraws the submission with an Idempotency-Key. A submission that is under way or has
         yet to arrive is refused (409); a job that was accepted already is cancelled."""
         job_id = await store.withdraw(scope_key(request.key))
-        return Withdrawn(job=await stop(store, job_id) if job_id else None)
+        return Withdrawn(job=await cancel_if_active(store, job_id) if job_id else None)
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        checked = await check_job(request.job, checks, showing=True)
+        checked = await check_job(request.job, checks, store, showing=True)
         job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
@@ -207,7 +212,7 @@ def _add_changing(
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
-        await asyncio.to_thread(price_for, job, settings)
+        await check_job(job, checks, store, ("settings",))
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)

@@ -78,13 +78,13 @@ class Stack:
         self._store = store
         self._lock = asyncio.Lock()
         self._found = ServiceList(services=())
-        self._looked_at: float | None = None
+        self._probed_at: float | None = None
 
     async def services(self) -> ServiceList:
         async with self._lock:
             now = time.monotonic()
-            if self._looked_at is None or now >= self._looked_at + FRESH_S:
-                self._found, self._looked_at = await self._look(), now
+            if self._probed_at is None or now >= self._probed_at + FRESH_S:
+                self._found, self._probed_at = await self._look(), now
             return self._found
 
     async def _look(self) -> ServiceList:

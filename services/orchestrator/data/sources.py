@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.orchestrator.data.apart import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
+from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import (
     ArrowTable,
     InlineTable,
@@ -349,9 +349,10 @@ async def fetch(asks: Iterable[SourceRequest]) -> None:
     if not asked or hub_is_offline():
         return
     try:
-        await run_in_subprocess(_fetch, asked, deadline_s=FETCH_S)
+        what = f"fetching the data {', '.join(f'{ask.text!r:.100}' for ask in asked)}"
+        await run_in_subprocess(_fetch, asked, deadline_s=FETCH_S, what=what)
     except SubprocessTimeout as error:
-        raise Unavailable(f"the job's data was not fetched: {error.detail}") from error
+        raise Unavailable(error.detail) from error
 
 
 def _fetch(asks: Sequence[SourceRequest]) -> None:

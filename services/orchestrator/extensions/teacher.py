@@ -37,7 +37,7 @@ from shared.wire import Logprobs, Part, Rollout, RolloutGroup, Score
 TEACHER = "teacher"
 """The name of the teacher's part of a score."""
 
-Told = tuple[list[float | None], list[str | None]]
+TokenAnswers = tuple[list[float | None], list[str | None]]
 """Of each token of a row the log-prob and the text; None: not told, as of the first one."""
 
 AWAY = (429, 502, 503, 504)
@@ -185,14 +185,14 @@ class Teacher:
                     "vocabulary"
                 )
 
-    async def _first_asked(self, ids: list[int]) -> Told:
+    async def _first_asked(self, ids: list[int]) -> TokenAnswers:
         """Asks in both ways, if it must."""
         try:
             return await self._ask(ids)
         except _UnusableAnswer:
             return await self._ask(ids)
 
-    async def _asked(self, ids: list[int]) -> Told:
+    async def _asked(self, ids: list[int]) -> TokenAnswers:
         """Returns as `_ask`, once the endpoint answers. Raises TeacherFailed."""
         began, tries, pause_s = time.monotonic(), 0, FIRST_PAUSE_S
         while True:
@@ -214,8 +214,8 @@ class Teacher:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _ask(self, ids: list[int]) -> Told:
-        """Raises _Away, _Again, or TeacherFailed if the endpoint refuses."""
+    async def _ask(self, ids: list[int]) -> TokenAnswers:
+        """Raises _EndpointUnreachable, _UnusableAnswer or, if it refuses, TeacherFailed."""
         echoes = self._echoes
         answer = await self._sent(ids, echoes)
         if not echoes and answer.status_code in NO_SUCH_FIELD:
@@ -256,7 +256,7 @@ class Teacher:
         return f"the teacher at {self._shown} answered {answer.status_code}: {text[:300]}"
 
 
-def read(body: bytes, ids: Sequence[int]) -> Told | None:
+def read(body: bytes, ids: Sequence[int]) -> TokenAnswers | None:
     """Returns for each token of a completion's prompt its log-prob and its text; None if they are
     not in the answer."""
     try:

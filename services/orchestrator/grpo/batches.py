@@ -158,7 +158,7 @@ class Batches:
         """Returns graded groups of up to `num_prompts` prompts. Each is graded as soon as it is
         sampled, while others are still being sampled."""
 
-        async def sample_group(prompt: Prompt, position: int) -> ScoredGroup:
+        async def graded_group(prompt: Prompt, position: int) -> ScoredGroup:
             place = (round, position)
             if stored := await self._found(on_disk.found.get(place), step, prompt):
                 count.num_found += 1
@@ -175,7 +175,7 @@ class Batches:
         found = await asyncio.to_thread(self.prompts.for_step, step, round)
         prompts = sampling_prompts(found, self.job)
         return await gather_all(
-            sample_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
+            graded_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
         )
 
     async def _found(
@@ -226,7 +226,8 @@ class Batches:
             count.num_resampled += 1
         raise OperatorActionNeeded(
             f"step {step}: the sampler was asked for versions {oldest} to {newest} and sampled "
-            f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times"
+            f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times; make sure that nothing else "
+            "loads weights into it, and start it again"
         )
 
     async def _score(
@@ -238,7 +239,7 @@ class Batches:
             return scores
         scores = with_teacher_of(before, scores)
         what = "asking the teacher"
-        with self.services.waits.on("teacher", what), tracing.span(what):
+        with self.services.pending.on("teacher", what), tracing.span(what):
             return await teacher.score(group, scores, alone=not self.job.rewards)
 
 

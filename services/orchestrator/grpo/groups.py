@@ -133,7 +133,8 @@ def to_batch(
         errors = dict.fromkeys(rollout.error or "no reason given" for rollout in rollouts)
         raise OperatorActionNeeded(
             f"step {step}: all {len(rollouts)} rollouts ended in an error; "
-            f"{'; '.join(list(errors)[:NUM_REASONS])}"
+            f"{'; '.join(list(errors)[:NUM_REASONS])}; look into the logs of the samplers, or "
+            "correct the job's prompts or environment"
         )
     if dated and not versions:
         raise Failed(f"step {step}: no rollout says which weights sampled it")
@@ -184,8 +185,8 @@ def too_many_missing(batch: Batch, max_missing: float) -> str | None:
     reasons = list(dict.fromkeys(found))[:NUM_REASONS] or ["no reward applies"]
     return (
         f"step {batch.step}: {share:.0%} of the rewards are missing, more than the "
-        f"{max_missing:.0%} of "
-        f"HONE_MAX_MISSING_REWARDS; {'; '.join(reasons)}"
+        f"{max_missing:.0%} of HONE_MAX_MISSING_REWARDS; {'; '.join(reasons)}; look into the log "
+        "of the reward service, correct the grader, or raise HONE_MAX_MISSING_REWARDS"
     )
 
 

@@ -243,13 +243,13 @@ async def losses(
 async def _examples(
     job: Job, name: str, found: Sequence[SFTExample], services: Services
 ) -> tuple[Example, ...]:
-    async def group_of(position: int, lesson: SFTExample) -> RolloutGroup:
+    async def group_of(position: int, example: SFTExample) -> RolloutGroup:
         key = f"{services.caller.owner}:eval:{name}:given:{position}"
         return add_sft_advantages(
-            await services.samplers.read(lesson.prompt, lesson.answers, key=key), job
+            await services.samplers.read(example.prompt, example.answers, key=key), job
         )
 
-    groups = await gather_all(group_of(position, lesson) for position, lesson in enumerate(found))
+    groups = await gather_all(group_of(position, example) for position, example in enumerate(found))
     whole = [group for group in groups if not any(one.went_wrong for one in group.rollouts)]
     advantages: Advantages = [[one.advantages[0] for one in group.rollouts] for group in whole]
     return to_examples(whole, advantages)
@@ -348,7 +348,7 @@ class Comparison:
         await self._load(model)
         name = held_out.name
         if name not in self._prompts:
-            with self.services.waits.on("data", "reading the prompts"):
+            with self.services.pending.on("data", "reading the prompts"):
                 self._prompts[name] = await asyncio.to_thread(held_out.prompts)
         known = (each for each in self.sets if self._key(model, each) in self._found)
         num_known, num_done = sum(len(each.problems) for each in known), itertools.count()

@@ -14,7 +14,9 @@
 The synchronous loop and the overlapped one are the same code. While step k trains, the batches of
 the next max_staleness steps are being sampled. So a batch trains weights that are at most
 max_staleness steps newer than the weights that sampled it. A batch's sampling starts only once
-weights new enough for it serve: nothing sampled is ever thrown away.
+weights new enough for it serve, so the overlap discards nothing. Sampled and not trained on are
+groups without signal, groups whose sampler had other weights than asked for, and the later of two
+answers where a slow group was asked of two samplers.
 
 The pipeline imports none of what it drives: a source of batches (`Batches` in batches.py), a
 trainer (`TrainerClient` in samplers/clients.py), weight sync (samplers/syncing.py) and a run log

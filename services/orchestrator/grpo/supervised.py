@@ -30,7 +30,7 @@ CHOSEN, REJECTED = "chosen", "rejected"
 """The columns with two answers of which the first is preferred."""
 
 ADVANTAGES = (1.0, -1.0)
-"""Of a lesson's first answer, and of its second."""
+"""Of a example's first answer, and of its second."""
 
 Answer = str | Message
 
@@ -46,12 +46,12 @@ class SFTExample:
 
 def sft_examples(prompts: Sequence[Prompt], job: Job, where: str) -> list[SFTExample]:
     """Returns what each prompt's row teaches: an answer or a preference, or of a chat each of the
-    assistant's messages. With `train_on` "all" a chat is one lesson, so no token is learned twice.
+    assistant's messages. With `train_on` "all" a chat is one example, so no token is learned twice.
     Raises BadRow for a row without an answer."""
     if job.training.objective == "dpo":
         return [_preference(prompt, where) for prompt in prompts]
     if job.data.answer is None:
-        return [lesson for prompt in prompts for lesson in _own(prompt, job, where)]
+        return [example for prompt in prompts for example in _own(prompt, job, where)]
     try:
         texts = RENDERER.texts(job.data.answer, [prompt.row for prompt in prompts])
     except RenderFailed as error:
@@ -187,16 +187,16 @@ async def sft_groups(
     def read() -> list[SFTExample]:
         return sft_examples(prompts.for_step(step), job, prompts.name)
 
-    async def group_of(position: int, lesson: SFTExample) -> ScoredGroup:
+    async def group_of(position: int, example: SFTExample) -> ScoredGroup:
         key = f"{services.caller.owner}:{step}:given:{position}"
-        group = await services.samplers.read(lesson.prompt, lesson.answers, key=key)
-        scores = (NOT_GRADED,) * len(lesson.answers)
+        group = await services.samplers.read(example.prompt, example.answers, key=key)
+        scores = (NOT_GRADED,) * len(example.answers)
         return ScoredGroup(
-            prompt=lesson.prompt, group=add_sft_advantages(group, job), scores=scores
+            prompt=example.prompt, group=add_sft_advantages(group, job), scores=scores
         )
 
     found = await asyncio.to_thread(read)
-    return await gather_all(group_of(position, lesson) for position, lesson in enumerate(found))
+    return await gather_all(group_of(position, example) for position, example in enumerate(found))
 
 
 def add_sft_advantages(group: RolloutGroup, job: Job) -> RolloutGroup:

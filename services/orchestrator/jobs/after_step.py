@@ -83,7 +83,7 @@ class AfterStep:
     _record_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.services.waits.busy_s)
+        self._clock = StepClock(self.services.pending.busy_s)
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""
@@ -115,9 +115,9 @@ class AfterStep:
         metrics |= self.spent.after(step.batch) | passes(number, self.job, self.prompts.num_train)
         await self._warn(step, metrics)
         last = number == self.job.steps or over_budget(metrics, spec) is not None
-        too_dear = None if step.replayed else self.spent.beyond(spec)
+        budget_exceeded = None if step.replayed else self.spent.beyond(spec)
         checkpoint = None
-        if last or too_dear or _due(number, self.job.checkpoints.every):
+        if last or budget_exceeded or _due(number, self.job.checkpoints.every):
             checkpoint = await self._checkpoint(number, metrics)
         if last or _due(number, self.job.evaluation.every):
             metrics |= await self._evaluate(number, serves=step.serves)
@@ -128,7 +128,7 @@ class AfterStep:
         await self._record(number, metrics, eta_s)
         if last or number == DIAGNOSED_FIRST or _due(number, DIAGNOSED_EVERY):
             await self._diagnose(number)
-        return StepEnd(checkpoint, why, too_dear)
+        return StepEnd(checkpoint, why, budget_exceeded)
 
     def why_ended(self, row: MetricsRow) -> str | None:
         """Returns why the job stops early after the row's step; None if it does not."""

@@ -27,7 +27,7 @@ from services.orchestrator.jobs.after_step import AfterStep, StepEnd
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.decisions import Outcome, outcome_from_disk
 from services.orchestrator.jobs.needs import Dependencies
-from services.orchestrator.jobs.preflight import Accepted, Preflight
+from services.orchestrator.jobs.preflight import AcceptedData, Preflight
 from services.orchestrator.jobs.recovery import Recovery, keep_looking
 from services.orchestrator.jobs.results import Spending, summarize, summarize_evaluation
 from services.orchestrator.jobs.status import AttemptStatus
@@ -86,7 +86,7 @@ class Attempt:
         self._after: AfterStep | None = None
         self._began = 0.0
         self._trying: asyncio.Task[None] | None = None
-        self.status = AttemptStatus(self._services.waits, self._services.away)
+        self.status = AttemptStatus(self._services.pending, self._services.away)
         own = record, settings, self._services, self._folder, self._journal, self.status
         self._recovery = Recovery(*own, needs, lease.tries)
 
@@ -134,10 +134,10 @@ class Attempt:
         moves."""
         services = self._services
         stall_s, tell = self._settings.stall_s, self._journal.stalled
-        services.waits.progress_at = time.monotonic()
+        services.pending.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
         watching = asyncio.create_task(
-            watch(services.waits, stall_s, services.samplers.under_way, tell)
+            watch(services.pending, stall_s, services.samplers.pool.under_way, tell)
         )
         looking = asyncio.create_task(keep_looking(services))
         noting = asyncio.create_task(self._spending.keep_noted())
@@ -277,12 +277,12 @@ class Attempt:
             self._settings,
             self._services,
             CheckExecutor(self._settings, self._extensions),
-            accepted=Accepted(self._record.data, history),
+            accepted=AcceptedData(self._record.data, history),
         )
         await preflight.run("settings")
         spent = await self._spending.begin(preflight.price)
         self.status.begin("checking data and rewards", "the model is loaded")
-        with self._services.waits.on("data", "reading the prompts"):
+        with self._services.pending.on("data", "reading the prompts"):
             await preflight.run("data")
         await preflight.run("services")
         prompts = preflight.data.prompts
@@ -323,7 +323,7 @@ class Attempt:
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         services, folder, pushed = self._services, self._folder, None
         if self._job.is_pushed:
-            pushed = self._extensions.source_of(folder.path, services.waits)
+            pushed = self._extensions.source_of(folder.path, services.pending)
         batches = Batches(
             self._record.id,
             self._job,

@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from services.orchestrator.data.apart import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.sources import FETCH_S, needs_hub
+from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import ended
 from services.orchestrator.jobs.prompt_checks import prompt_lengths
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
@@ -91,7 +91,10 @@ class CheckExecutor:
                 raise Unavailable(f"the job's data cannot be fetched: {why}")
             turns, size_bytes = self._fetches, len(job.model_dump_json())
             looking = _on_behalf_of, caller.get(), work, *args
-            return await _in_process(turns, size_bytes, *looking, deadline_s=FETCH_S)
+            names = (job.data.train, job.data.eval)
+            shown = ", ".join(f"{one!r:.100}" for one in names if isinstance(one, str))
+            what = f"reading the job's data ({shown or 'of evaluation.sets'})"
+            return await _in_process(turns, size_bytes, *looking, deadline_s=FETCH_S, what=what)
         except Busy:
             raise
         except Unavailable as error:
@@ -122,8 +125,9 @@ class CheckExecutor:
         if self.hub_away:
             return self.hub_away
         asked = (fetch_model, job.model, job.model_revision)
+        what = f"fetching the model {job.model!r}"
         try:
-            why_not = await _in_process(self._models, 0, *asked, deadline_s=MODEL_S)
+            why_not = await _in_process(self._models, 0, *asked, deadline_s=MODEL_S, what=what)
         except SubprocessTimeout:
             why_not = f"{hub_url()} did not answer in {MODEL_S:g} s"
         self._away = time.monotonic() + AWAY_S if why_not else 0.0, why_not or ""
@@ -157,12 +161,17 @@ class CheckExecutor:
 
 
 async def _in_process(
-    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
+    turns: RoundRobin,
+    size_bytes: int,
+    work: Callable[..., T],
+    *args: Any,
+    deadline_s: float,
+    what: str,
 ) -> T:
     who = _who()
     began = await turns.begin(who, size_bytes)
     try:
-        return await run_in_subprocess(work, *args, deadline_s=deadline_s)
+        return await run_in_subprocess(work, *args, deadline_s=deadline_s, what=what)
     finally:
         turns.end(who, began)
 

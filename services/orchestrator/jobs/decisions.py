@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, cast
 
-from services.orchestrator.errors import BudgetExceeded, OperatorActionNeeded, Preempted
+from services.orchestrator.errors import (
+    BudgetExceeded,
+    CheckFailed,
+    CheckNeeds,
+    OperatorActionNeeded,
+    Preempted,
+)
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import BatchExists, RunFolder
 from services.orchestrator.store.leases import LeaseLost
@@ -31,6 +37,7 @@ from shared.errors import (
     Unavailable,
 )
 from shared.host.logs import get_logger
+from shared.wire import PauseReason
 
 MAX_RECOVERIES = 3
 """Recoveries in a row without a new step."""
@@ -52,7 +59,8 @@ class Action(Enum):
     """A newer attempt was found. If this worker still has the lease, it gives it back, so that the
     next worker need not wait until it expires."""
     WAIT = "wait"
-    """Not the job's fault: load it again, without limit, once everything that it needs is there."""
+    """Infrastructure failure: load the job again once all dependencies are ready, no retry
+    limit."""
     RELOAD = "reload"
     """A service lost the job, or went away: load it again, up to MAX_LOSSES times in a row."""
     RECOVER = "recover"
@@ -62,33 +70,38 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
-    person does before resuming the job; "": nothing, it resumes automatically."""
+    """A rule for errors of class `kind`, and with one of `codes` if given; with `checks` only if a
+    check at the start of an attempt raised them that needs one of these. `remedy` says what an
+    operator does before resuming the job; "": nothing, it resumes automatically."""
 
     kind: type[Exception]
     action: Action
     remedy: str = "fix the cause"
     codes: frozenset[str] = frozenset()
+    checks: frozenset[CheckNeeds] = frozenset()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`why` is a sentence for an operator, with the remedy if the job pauses."""
+    """`why` is a sentence for an operator, with the remedy if the job pauses, and `pause_reason`
+    its code."""
 
     action: Action
     why: str
+    pause_reason: PauseReason = "error"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt at the job ended. `why` says why the job paused, or succeeded before its last
-    step; `summary` is its result. "queued": it continues in another attempt, because a newer one
-    was found or another trainer takes it. "failed" and "cancelled" come only from the run
-    folder."""
+    """How an attempt at the job ended. `why` says why the job paused, with the code
+    `pause_reason`, or why it succeeded before its last step; `summary` is its result. "queued": it
+    continues in another attempt, because a newer one was found or another trainer takes it.
+    "failed" and "cancelled" come only from the run folder."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None
     summary: dict[str, Any] | None = None
+    pause_reason: PauseReason = "error"
 
 
 def _codes(*codes: str) -> frozenset[str]:
@@ -107,7 +120,17 @@ PROXY = "fix what stands between the services: a proxy, or another program at th
 SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
 MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
 
+ANY_CHECK = frozenset[CheckNeeds](("settings", "data", "services"))
+
 RULES = (
+    # A slow check is waited for: only the job's own reward code may hang, and the reward service
+    # ends that.
+    Rule(Unavailable, Action.WAIT, codes=_codes("deadline"), checks=ANY_CHECK),
+    Rule(Unauthorized, Action.PAUSE, SAME_TOKEN, checks=ANY_CHECK),
+    Rule(Forbidden, Action.PAUSE, SAME_TOKEN, checks=ANY_CHECK),
+    # The settings have changed since the submission; anything else that is refused is tried again.
+    Rule(BadRequest, Action.PAUSE, checks=frozenset({"settings"})),
+    Rule(BadRequest, Action.RECOVER, LOOK, checks=ANY_CHECK),
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.GIVE_BACK),
     Rule(StoreUnavailable, Action.STOP),
@@ -152,18 +175,22 @@ LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
 
 def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
     """Returns what happens to the job. `num_in_a_row` counts reloads without a new step."""
-    code = error.code if isinstance(error, HoneError) else None
+    cause, needs = (error.cause, error.needs) if isinstance(error, CheckFailed) else (error, None)
+    code = cause.code if isinstance(cause, HoneError) else None
     rule = next(
         rule
         for rule in RULES
-        if isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
+        if isinstance(cause, rule.kind)
+        and (not rule.codes or code in rule.codes)
+        and (not rule.checks or needs in rule.checks)
     )
     action = rule.action
     if num_in_a_row >= LIMITS.get(action, math.inf):
         action = Action.PAUSE
     why = _sentence(error)
     has_remedy = action is Action.PAUSE and rule.remedy
-    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why)
+    reason = "preempted" if isinstance(error, Preempted) else "error"
+    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why, reason)
 
 
 def outcome_from_disk(folder: RunFolder) -> Outcome | None:

@@ -88,7 +88,10 @@ class Dependencies:
         )
         rollout = None if None in samplers else "; ".join(filter(None, samplers))
         if not samplers:
-            rollout = f"HONE_ROLLOUT_URL is {settings.rollout_url!r}, which stands for none now"
+            rollout = (
+                f"HONE_ROLLOUT_URL is {settings.rollout_url!r}, and no sampler is registered; "
+                "start one with HONE_ROLLOUT_ADVERTISE_URL. See: hone doctor"
+            )
         return "; ".join(filter(None, (trainer, rollout, reward, folder))) or None
 
     async def _folder_away(self) -> str | None:

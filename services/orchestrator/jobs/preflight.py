@@ -5,9 +5,8 @@ repeats those whose result may have changed since the submission."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from pydantic import ValidationError
 
@@ -15,7 +14,7 @@ from services.orchestrator.data.choosing import MAX_SHOWN, preview
 from services.orchestrator.data.hub import cached_model, named_model_folder
 from services.orchestrator.data.order import History
 from services.orchestrator.data.sources import fetch, source_requests
-from services.orchestrator.errors import OperatorActionNeeded
+from services.orchestrator.errors import CheckFailed, CheckNeeds
 from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
 from services.orchestrator.grpo.supervised import sft_examples
 from services.orchestrator.jobs.check_executor import CheckExecutor
@@ -24,12 +23,11 @@ from services.orchestrator.samplers.clients import Trial
 from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import Caller
-from services.orchestrator.seams import Unreachable
 from services.orchestrator.store.run_folders import check_start
-from shared.errors import BadRequest, Failed, Forbidden, HoneError, Unauthorized, Unavailable
+from services.orchestrator.store.store import Store
+from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.explain import sentences
 from shared.host.logs import get_logger
-from shared.http.gate import own_jobs_of
 from shared.job import SYNC_METHODS, Job
 from shared.job.checks import check_groups
 from shared.plan.planning import Price, price_of_jobs
@@ -48,24 +46,21 @@ FILTER_ROOM = 2.0
 """Factor on a job's filter time at the start of an attempt: the job was accepted, and the same work
 takes longer on a busy machine."""
 
-Need = Literal["settings", "data", "services"]
-
 
 @dataclass(frozen=True)
 class Check:
-    """A check by the name that errors use. It `needs` only the job and the settings; or models and
-    data, which take long to read; or the job's services, and its first prompts."""
+    """A check by the name that errors use."""
 
     name: str
-    needs: Need
+    needs: CheckNeeds
     run: Callable[[Preflight], Awaitable[None]]
     at_start: bool = False
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """What is known of a job at the start of an attempt: the `versions` that its data must have,
-    and the verdicts on its groups so far."""
+class AcceptedData:
+    """What is known of a job's data at the start of an attempt: the `versions` that it must have,
+    and the verdicts on the job's groups so far."""
 
     versions: Mapping[str, str]
     history: History
@@ -91,8 +86,8 @@ class Inspection:
 
 @dataclass
 class Preflight:
-    """The checks of `job`: of a submission, whose slow work `executor` does, also of a dry run
-    (`showing`); or at the start of an attempt at an `accepted` job.
+    """The checks of `job`: of a submission to `store`, whose slow work `executor` does, also of a
+    dry run (`showing`); or at the start of an attempt at an `accepted` job.
 
     Results are the `data`; `warnings`, which are probable mistakes that are not refused; why a
     model was `not_checked`, and why none on a CPU can serve one; what the rewards give known
@@ -103,7 +98,8 @@ class Preflight:
     services: Services
     executor: CheckExecutor
     showing: bool = False
-    accepted: Accepted | None = None
+    store: Store | None = None
+    accepted: AcceptedData | None = None
     data: Inspection = field(default_factory=Inspection)
     warnings: list[str] = field(default_factory=list[str])
     not_checked: str | None = None
@@ -111,43 +107,37 @@ class Preflight:
     trial: Trial | None = None
     price: Price | None = None
 
-    async def run(self, *needs: Need) -> None:
-        """Runs the checks with these `needs`, in order. Raises HoneError for the first fault."""
+    async def run(self, *needs: CheckNeeds) -> None:
+        """Runs the checks with these `needs`, in order. Raises HoneError for the first fault; at
+        the start of an attempt CheckFailed, for decisions.py. A service that could not check a
+        submission is asked again: Unavailable."""
         for check in CHECKS:
             if check.needs in needs and (check.at_start or not self.accepted):
                 try:
                     await check.run(self)
                 except HoneError as error:
-                    if (other := self._translated(check, error)) is None:
-                        raise
-                    raise other from error
-
-    def _translated(self, check: Check, error: HoneError) -> HoneError | None:
-        """Returns the error to raise in place of this one, if another. An accepted job is paused by
-        settings that changed since; anything else that is refused is tried again. Its slow checks
-        are waited for: only the job's own reward code may hang, which the reward service ends."""
-        why = error.detail
-        if not self.accepted:
-            is_theirs = check.needs == "services" and isinstance(error, Failed)
-            is_wrong = check.needs == "services" and isinstance(error, Unreachable)
-            return BadRequest(why) if is_wrong else Unavailable(why) if is_theirs else None
-        if isinstance(error, Unavailable) and error.code == "deadline":
-            return Unavailable(why)
-        if not isinstance(error, BadRequest) or isinstance(error, Unauthorized | Forbidden):
-            return None
-        if check.needs == "settings":
-            return OperatorActionNeeded(why)
-        told = f"its {check.name} were accepted when it was submitted, and are refused now"
-        return Failed(f"{told}: {why}")
+                    if self.accepted:
+                        raise CheckFailed(check.name, check.needs, error) from error
+                    if check.needs == "services" and isinstance(error, Failed):
+                        raise Unavailable(error.detail) from error
+                    raise
 
 
-async def check_job(job: Job, executor: CheckExecutor, *, showing: bool = False) -> Preflight:
-    """Returns the results of all checks of a submission; of a dry run, if `showing`."""
+async def check_job(
+    job: Job,
+    executor: CheckExecutor,
+    store: Store,
+    needs: Sequence[CheckNeeds] = ("settings", "data", "services"),
+    *,
+    showing: bool = False,
+) -> Preflight:
+    """Returns the results of the checks of a submission with these `needs`; of a dry run, if
+    `showing`."""
     own = executor.settings.per_trainer[0]
     services = Services.of(Caller(job, own), extensions=executor.extensions)
     try:
-        run = Preflight(job, executor.settings, services, executor, showing)
-        await run.run("settings", "data", "services")
+        run = Preflight(job, executor.settings, services, executor, showing, store)
+        await run.run(*needs)
         return run
     finally:
         await services.close()
@@ -238,8 +228,8 @@ async def _check_model(run: Preflight) -> None:
 
 
 async def _check_start(run: Preflight) -> None:
-    if own_jobs_of() is None:  # else the submission looks first whose checkpoint it is
-        await asyncio.to_thread(check_start, run.job, run.settings.runs_dir)
+    if run.store:
+        await check_start(run.store, run.job, run.settings.runs_dir)
 
 
 async def _look_for_mistakes(run: Preflight) -> None:
@@ -273,7 +263,7 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list
     ).is_file():
         check_config(folder, job.max_model_len)
     else:  # it is not on this machine
-        said = _not_looked_at(job, why_not)
+        said = _unread_model(job, why_not)
         return [f"{said}; what is wrong with it shows only when the job begins"], None
     config = read_config(folder)
     if job.trains:
@@ -283,7 +273,7 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list
     return [untried] if untried else [], limit
 
 
-def _not_looked_at(job: Job, why_not: str | None) -> str:
+def _unread_model(job: Job, why_not: str | None) -> str:
     why = why_not or "the Hugging Face cache here does not have its config.json"
     return f"the model {job.model!r} was not looked at: {why}"
 
@@ -302,12 +292,12 @@ def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool
     return replace(
         found,
         shown=shown,
-        not_counted=_not_looked_at(job, not_checked) if not_checked else not_counted,
+        not_counted=_unread_model(job, not_checked) if not_checked else not_counted,
         lengths=counted(job, prompts) if job.trains and not job.is_pushed else PromptLengths(),
     )
 
 
-def _reload(job: Job, settings: Settings, accepted: Accepted) -> Inspection:
+def _reload(job: Job, settings: Settings, accepted: AcceptedData) -> Inspection:
     cpu_s = FILTER_ROOM * settings.filter_cpu_s
     settings = settings.model_copy(update={"filter_cpu_s": cpu_s})
     prompts = load_prompts(job, settings, accepted.versions, accepted.history)
@@ -343,10 +333,10 @@ def _shown_prompts(
     if not job.has_answers:
         return preview(job, first)
     found = sft_examples(first[:MAX_SHOWN], job, where)[:MAX_SHOWN]
-    shown, not_counted = preview(job, [lesson.prompt for lesson in found])
+    shown, not_counted = preview(job, [example.prompt for example in found])
     answered = (
-        one.model_copy(update={"answers": lesson.answers})
-        for one, lesson in zip(shown, found, strict=True)
+        one.model_copy(update={"answers": example.answers})
+        for one, example in zip(shown, found, strict=True)
     )
     return tuple(answered), not_counted
 

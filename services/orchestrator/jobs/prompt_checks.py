@@ -93,7 +93,7 @@ def _with_answers(made_of: MadeOf, job: Job, where: str) -> MadeOf:
     that they follow."""
 
     def made(problems: Sequence[Problem]) -> Sequence[Prompt]:
-        return [lesson.prompt for lesson in sft_examples(made_of(problems), job, where)]
+        return [example.prompt for example in sft_examples(made_of(problems), job, where)]
 
     return made
 
@@ -241,7 +241,7 @@ def counted(job: Job, prompts: Prompts) -> PromptLengths:
         every = math.ceil(len(prompts.train) / MAX_COUNTED)
         made = prompts.made_of(prompts.train[::every])
     if job.has_answers:
-        made = tuple(lesson.prompt for lesson in sft_examples(made, job, prompts.name))
+        made = tuple(example.prompt for example in sft_examples(made, job, prompts.name))
     counts, size = list[int](), 0
     for prompt in made:
         counts += reader.count([prompt.content])

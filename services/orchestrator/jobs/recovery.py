@@ -154,7 +154,7 @@ class Recovery:
         if decision.action is Action.PAUSE:
             if _is_folder_gone(error):
                 await self._journal.error(decision.why)
-            return Outcome("paused", decision.why)
+            return Outcome("paused", decision.why, pause_reason=decision.pause_reason)
         # Without these checks another orchestrator could soon take the trainer and the samplers.
         looking = asyncio.create_task(keep_looking(self._services))
         try:

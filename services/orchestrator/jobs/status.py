@@ -36,7 +36,7 @@ class AttemptStatus:
     def line(self) -> str:
         """Returns the line for the job's followers."""
         parts = [
-            *self._calls.told(),
+            *self._calls.lines(),
             *(f"the {service} is {what}" for service, what in sorted(self.details.items())),
             *self._away(),
         ]

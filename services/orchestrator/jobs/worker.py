@@ -15,7 +15,6 @@ import secrets
 import socket
 import time
 
-from services.orchestrator.errors import is_preempted
 from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
@@ -49,6 +48,12 @@ end. The job is stopped all the same, and this worker takes no other job until t
 
 GOODBYE_S = 2.0
 """Seconds in which a stopped worker gives its lease back; else it expires."""
+
+
+WORK_CANCELLED = (
+    "a bug in Hone: something other than its worker cancelled the job's work; report it with the "
+    "orchestrator's log"
+)
 
 
 class SharedTrainer:
@@ -177,7 +182,7 @@ class Worker:
                 except (Unavailable, StoreEmptied):
                     pass  # the worker reports it
                 except Exception:  # the last resort of a background task
-                    get_logger().exception("data not looked at", job=job_id)
+                    get_logger().exception("data not checked", job=job_id)
 
     async def _is_held(self, job_id: str) -> bool:
         """Returns whether the job's data is unreachable, and notes it. A job that cannot be read is
@@ -301,15 +306,14 @@ class Worker:
                     self._trainer.closing.discard(lease.job_id)
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
-        resume = f", then `hone resume {lease.job_id}` continues from there"
-        if is_preempted(str(outcome.why)):
-            resume = ""
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
             await self._store.leave(lease, str(outcome.why))
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
-            await self._store.halt(lease, f"{outcome.why}{resume}")
+            resume = f", then `hone resume {lease.job_id}` continues from there"
+            why = f"{outcome.why}{resume if outcome.pause_reason == 'error' else ''}"
+            await self._store.halt(lease, why, outcome.pause_reason)
         else:
             await self._end(lease, outcome)
 
@@ -333,15 +337,15 @@ class Worker:
 async def _beat(store: Store, status: AttemptStatus, lease: Lease) -> LeaseRequest | None:
     """Renews the lease, and reports what the job does."""
     try:
-        said = status.line(), status.waits()
+        line, waits = status.line(), status.waits()
     except Exception:  # a bug in this text must not cost the job its lease
-        get_logger().exception("what the job is at not known", job=lease.job_id)
-        said = None, None
-    return await store.beat(lease, *said)
+        get_logger().exception("status line of the job not made", job=lease.job_id)
+        line = waits = None
+    return await store.beat(lease, line, waits)
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:
     """Returns the outcome of the job, also if something within its work cancelled it."""
     if work.cancelled():
-        return Outcome("paused", "a bug in Hone: its work was cancelled, and not by its worker")
+        return Outcome("paused", WORK_CANCELLED)
     return work.result()

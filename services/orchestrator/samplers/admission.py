@@ -62,9 +62,9 @@ class Queue:
             self._turns.remove(turn)
             self._groups.appendleft(turn)
 
-    def admit(self, samplers: Sequence[Sampler], nobody: Callable[[], BaseException]) -> None:
+    def admit(self, samplers: Sequence[Sampler], none_up: Callable[[], BaseException]) -> None:
         """Gives waiting groups to samplers, as long as a sampler has room. If none serves, the
-        groups get the error that `nobody` returns."""
+        groups get the error that `none_up` returns."""
         for turn in [*self._turns]:
             near = turn.near
             if near is None or not (near.up and near.listed):
@@ -83,11 +83,11 @@ class Queue:
             if sampler:
                 waiting.give(sampler)
             else:
-                waiting.given.set_exception(nobody())
+                waiting.given.set_exception(none_up())
 
 
-MAX_HOMES = 65_536
-"""Newest conversations whose homes are known."""
+MAX_HOLDERS = 65_536
+"""Newest conversations whose sampler is known."""
 
 
 @dataclass(frozen=True)
@@ -102,39 +102,41 @@ class PrefixHolder:
 
 
 class PrefixAffinity:
-    """The homes of the conversations answered last. With `keeps_prefixes` a sampler's cache is of
-    use also after newer weights were loaded."""
+    """The samplers of the conversations answered last. With `keeps_prefixes` a sampler's cache is
+    of use also after newer weights were loaded."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, PrefixHolder] = OrderedDict()
+        self._holders: OrderedDict[str, PrefixHolder] = OrderedDict()
         self.keeps_prefixes = False
 
     def find(self, conversation: str | None) -> PrefixHolder | None:
-        """Returns the conversation's home, if its cache is of use."""
-        if (home := self._homes.get(conversation or "")) is None:
+        """Returns the conversation's sampler, if its cache is of use."""
+        if (holder := self._holders.get(conversation or "")) is None:
             return None
-        sampler = home.sampler
-        is_same_life = sampler.up and home.num_joins == sampler.num_joins
-        return home if is_same_life and (self.keeps_prefixes or home.ref is sampler.ref) else None
+        sampler = holder.sampler
+        is_same_life = sampler.up and holder.num_joins == sampler.num_joins
+        return (
+            holder if is_same_life and (self.keeps_prefixes or holder.ref is sampler.ref) else None
+        )
 
     def request(
-        self, body: GenerateRequest, home: PrefixHolder | None, sampler: Sampler
+        self, body: GenerateRequest, holder: PrefixHolder | None, sampler: Sampler
     ) -> GenerateRequest:
-        """Returns the request for the sampler. At home it continues from what older weights have
+        """Returns the request for the sampler. There it continues from what older weights have
         cached, with `keeps_prefixes`."""
-        if not (self.keeps_prefixes and home and home.sampler is sampler and body.known):
+        if not (self.keeps_prefixes and holder and holder.sampler is sampler and body.known):
             return body
-        known = body.known.model_copy(update={"version": home.version})
+        known = body.known.model_copy(update={"version": holder.version})
         return body.model_copy(update={"known": known})
 
     def note(
-        self, conversation: str, home: PrefixHolder | None, sampler: Sampler, group: RolloutGroup
+        self, conversation: str, holder: PrefixHolder | None, sampler: Sampler, group: RolloutGroup
     ) -> None:
-        """Notes which sampler sampled the latest answer, after the `home` found for it."""
+        """Notes which sampler sampled the latest answer, after the `holder` found for it."""
         version = next(iter(group.rollouts[0].versions), None)
-        if home and home.sampler is sampler:
-            version = home.version
-        self._homes[conversation] = PrefixHolder(sampler, version, sampler.ref, sampler.num_joins)
-        self._homes.move_to_end(conversation)
-        if len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
+        if holder and holder.sampler is sampler:
+            version = holder.version
+        self._holders[conversation] = PrefixHolder(sampler, version, sampler.ref, sampler.num_joins)
+        self._holders.move_to_end(conversation)
+        if len(self._holders) > MAX_HOLDERS:
+            self._holders.popitem(last=False)

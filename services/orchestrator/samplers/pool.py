@@ -77,7 +77,7 @@ class Pool:
         self._discovery = Discovery(settings, registered)
         self._length = Length()
         self._queue = Queue()
-        self._homes = PrefixAffinity()
+        self._affinity = PrefixAffinity()
         self._spec: ModelRequest | None = None
         self._pushed: Push | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class Pool:
         none does."""
         await self._stop_tasks()
         self._spec, self._pushed = spec, None
-        self._homes.keeps_prefixes = spec.keep_prefixes
+        self._affinity.keeps_prefixes = spec.keep_prefixes
         for sampler in self.samplers.values():
             sampler.end("the job is loaded again")
             sampler.by_files = False
@@ -132,7 +132,7 @@ class Pool:
         """Returns the client of a sampler, which is up if any is. Raises Unavailable if there is no
         sampler at all."""
         if not self.samplers:
-            raise self._nobody()
+            raise self._none_up()
         return max(self.samplers.values(), key=lambda sampler: sampler.up).client
 
     def under_way(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class Pool:
         every = self.samplers.values()
         return any(sampler.listed and (not sampler.up or sampler.by_files) for sampler in every)
 
-    def _nobody(self) -> Unavailable:
+    def _none_up(self) -> Unavailable:
         """Returns the error of a pool in which no sampler is up."""
         whys = "; ".join(f"{sampler.url}: {sampler.why}" for sampler in self.samplers.values())
         return Unavailable(f"no sampler serves the job ({whys})", code="unreachable")
@@ -182,7 +182,7 @@ class Pool:
         self._pushed = push
         up = self.up()
         if not up:
-            raise self._nobody()
+            raise self._none_up()
         loads = (
             sampler.load_weights(push, self._settings, self._patience_s(sampler)) for sampler in up
         )
@@ -216,21 +216,21 @@ class Pool:
         the same one, if it has room soon and still serves the weights of its cache. Raises an error
         that every sampler would give, or the error of the last sampler."""
         self._length.expect(body)
-        home = self._homes.find(conversation)
-        sampler, group = await self._generate(body, key, home)
+        holder = self._affinity.find(conversation)
+        sampler, group = await self._generate(body, key, holder)
         self._length.measure(group)
         if conversation:
-            self._homes.note(conversation, home, sampler, group)
+            self._affinity.note(conversation, holder, sampler, group)
         return group
 
     async def _generate(
-        self, body: GenerateRequest, key: str, home: PrefixHolder | None
+        self, body: GenerateRequest, key: str, holder: PrefixHolder | None
     ) -> tuple[Sampler, RolloutGroup]:
         faults = 0
         while True:
-            sampler = await self._room_for(body.sampling.n, home and home.sampler)
+            sampler = await self._room_for(body.sampling.n, holder and holder.sampler)
             num_joins = sampler.num_joins
-            request = self._homes.request(body, home, sampler)
+            request = self._affinity.request(body, holder, sampler)
             try:
                 return await self._sample(sampler, request, key)
             except HoneError as error:
@@ -266,7 +266,7 @@ class Pool:
 
     def _admit(self) -> None:
         """Gives waiting groups to samplers; called whenever there may be more room."""
-        self._queue.admit([*self.samplers.values()], self._nobody)
+        self._queue.admit([*self.samplers.values()], self._none_up)
 
     async def _sample(
         self, sampler: Sampler, body: GenerateRequest, key: str
@@ -418,7 +418,7 @@ class Pool:
             sampler.end(error.detail)
             if error.detail != before:
                 get_logger().warning("sampler away", url=sampler.url, reason=error.detail)
-        except Exception as error:  # a fault of ours: said, and tried again ever less often
+        except Exception as error:  # a bug: logged, retried with backoff
             sampler.end(f"it could not join: {error!r}")
             get_logger().exception("a sampler could not join", url=sampler.url)
         else:

@@ -53,14 +53,14 @@ MAX_CONVERSATIONS = 192
 """Conversations of a job at a time: fewer than the reward service opens episodes for it."""
 
 
-class SamplerPool(Pool):
-    """A job's samplers, and what the job asks of them. `sync_method` is how weights go to them in
+class JobSamplers:
+    """What a job asks of the samplers in its `pool`. `sync_method` is how weights go to them in
     this epoch, once that was chosen (syncing.py), and `published` is the version of this epoch that
     serves. `conversations` is the room for conversations."""
 
     def __init__(self, caller: Caller, registered: Registered = none_registered) -> None:
-        super().__init__(caller.settings, caller.tell, registered, caller.headers)
         self.caller = caller
+        self.pool = Pool(caller.settings, caller.tell, registered, caller.headers)
         self._registered = registered
         self.sync_method: SyncMethod | None = None
         self.published: Published | None = None
@@ -69,7 +69,7 @@ class SamplerPool(Pool):
     @property
     def one_host(self) -> bool:
         """Whether all possible samplers are on one host."""
-        return is_one_host(self._settings.rollout_urls)
+        return is_one_host(self.caller.settings.rollout_urls)
 
     @tracks_call("rollout", "loading the model")
     async def load_model(self) -> None:
@@ -82,35 +82,35 @@ class SamplerPool(Pool):
                 "keep_prefixes": job.sampling.keep_prefixes,
             }
         )
-        await self.open(spec)
+        await self.pool.open(spec)
 
     @tracks_call("rollout", "loading the model")
     async def serve_own_weights(self, model: EvaluatedModel) -> None:
-        """Loads a model into the samplers, to be sampled as it is, as version 0. Returns once one
+        """Loads a model into the samplers, to be sampled unchanged, as version 0. Returns once one
         of them serves it."""
         chosen = {"model": model.model, "revision": model.revision, "own_weights": True}
-        await self.open(self._model_request().model_copy(update=chosen))
+        await self.pool.open(self._model_request().model_copy(update=chosen))
 
     @tracks_call("rollout", "loading weights", "load")
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""
         tracing.note(version=push.ref.root.version)
-        return await self.push(push)
+        return await self.pool.push(push)
 
     async def free_gpu(self) -> None:
         """Leaves the GPU to the trainer until the next weights are pushed, if samplers share it."""
-        if self._settings.colocate:
-            await self.sleep(SleepRequest(**self.caller.fence))
+        if self.caller.settings.colocate:
+            await self.pool.sleep(SleepRequest(**self.caller.fence))
 
     async def check_parsers(self) -> None:
         """Raises BadRequest if a sampler says that it finds no calls of tools."""
-        urls = await sampler_urls(self._settings.rollout_urls, self._registered)
-        await check_parsers(urls, self._settings)
+        urls = await sampler_urls(self.caller.settings.rollout_urls, self._registered)
+        await check_parsers(urls, self.caller.settings)
 
     async def doing(self) -> str | None:
         """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
         deadline_s = PRESENCE_DEADLINE_S
-        return (await self.one().get("/weights", ServingWeights, deadline_s=deadline_s)).doing
+        return (await self.pool.one().get("/weights", ServingWeights, deadline_s=deadline_s)).doing
 
     @tracks_call("rollout", "sampling a group", "generate")
     async def sample(
@@ -130,7 +130,7 @@ class SamplerPool(Pool):
             prompt=prompt.content,
             template_args=spec.template_args,
             truncate_prompt=spec.overlong_prompts == "truncate",
-            deadline_s=self._settings.generate_deadline_s,
+            deadline_s=self.caller.settings.generate_deadline_s,
             sampling=sampling or self.sampling(seed),
             min_version=min_version,
         )
@@ -174,7 +174,7 @@ class SamplerPool(Pool):
             tool_choice=tool_choice,
             known=known,
             template_args={**self.caller.job.sampling.template_args, **(template_args or {})},
-            deadline_s=self._settings.generate_deadline_s,
+            deadline_s=self.caller.settings.generate_deadline_s,
             fit=True,
             sampling=sampling,
             min_version=min_version,
@@ -190,7 +190,7 @@ class SamplerPool(Pool):
             **self.caller.fence,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
-            deadline_s=self._settings.generate_deadline_s,
+            deadline_s=self.caller.settings.generate_deadline_s,
             fit=True,
             sampling=sampling,
             min_version=min_version,
@@ -204,7 +204,7 @@ class SamplerPool(Pool):
         body = GenerateRequest(
             **self.caller.fence,
             prompt_token_ids=order.prompt_token_ids,
-            deadline_s=self._settings.generate_deadline_s,
+            deadline_s=self.caller.settings.generate_deadline_s,
             fit=True,
             sampling=order.sampling,
             min_version=session.step,
@@ -219,7 +219,7 @@ class SamplerPool(Pool):
     async def _sampled(
         self, body: GenerateRequest, key: str, conversation: str | None = None
     ) -> RolloutGroup:
-        group = await self.generate(body, key, conversation)
+        group = await self.pool.generate(body, key, conversation)
         tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
         return group
 
@@ -253,14 +253,14 @@ class SamplerPool(Pool):
 
 @dataclass(frozen=True, eq=False)
 class Services:
-    """The services of one attempt at a job; `close` ends the connections. `waits` says what is
+    """The services of one attempt at a job; `close` ends the connections. `pending` says what is
     under way. `environment` is what conversations act in."""
 
     caller: Caller
     trainer: TrainerClient
     reward: RewardClient
-    samplers: SamplerPool
-    waits: PendingCalls
+    samplers: JobSamplers
+    pending: PendingCalls
     teacher: Teacher | None
     environment: Environment | None
     extensions: Extensions
@@ -279,7 +279,7 @@ class Services:
         job, settings = caller.job, caller.settings
         limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
         grading_patience_s = limit_s if grading_waits else None
-        samplers = SamplerPool(caller, registered)
+        samplers = JobSamplers(caller, registered)
         reward = RewardClient(caller, grading_patience_s)
         teacher = environment = None
         if job.teacher:
@@ -294,7 +294,7 @@ class Services:
             TrainerClient(caller, samplers.free_gpu),
             reward,
             samplers,
-            caller.waits,
+            caller.pending,
             teacher,
             environment,
             extensions,
@@ -308,7 +308,7 @@ class Services:
             self.samplers.sync_method = None
 
     async def close(self) -> None:
-        await self.samplers.close()
+        await self.samplers.pool.close()
         if self.teacher:
             await self.teacher.close()
         if self.environment:
@@ -321,11 +321,11 @@ class Services:
         on one of the first few `prompts`, the teacher has another vocabulary, or the environment
         does not work."""
         if self.teacher:
-            with self.waits.on("teacher", "comparing the vocabularies"):
+            with self.pending.on("teacher", "comparing the vocabularies"):
                 await self.teacher.check(self.caller.job)
         await self.reward.validate(columns, prompts)
         if self.environment:
-            with self.waits.on("reward", "checking the environment"):
+            with self.pending.on("reward", "checking the environment"):
                 await self._validate_environment(self.environment, prompts[0])
 
     async def _validate_environment(self, environment: Environment, prompt: Prompt) -> None:
@@ -347,7 +347,7 @@ class Services:
         clients = (
             self.trainer.client,
             self.reward.client,
-            *(sampler.client for sampler in self.samplers.samplers.values()),
+            *(sampler.client for sampler in self.samplers.pool.samplers.values()),
         )
         found: dict[str, float] = {}
         for who, at in (client.away for client in clients if client.away):
@@ -362,9 +362,9 @@ class Services:
         clients = {
             "trainer": (self.trainer.client,),
             "reward": (self.reward.client,),
-            "rollout": tuple(sampler.client for sampler in self.samplers.up()),
+            "rollout": tuple(sampler.client for sampler in self.samplers.pool.up()),
         }
-        idle = clients.keys() - self.waits.services
+        idle = clients.keys() - self.pending.services
         asked = (client for service in sorted(idle) for client in clients[service])
         calls = (
             client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
@@ -374,7 +374,7 @@ class Services:
     async def abort(self) -> None:
         """Ends what the samplers have under way of this job, and lets another orchestrator have
         them and the trainer, if they answer soon."""
-        aborting = self.samplers.abort(AbortRequest(**self.caller.fence))
+        aborting = self.samplers.pool.abort(AbortRequest(**self.caller.fence))
         await asyncio.gather(aborting, self.trainer.release())
 
     async def versions(self) -> dict[str, dict[str, Any]]:
@@ -382,7 +382,7 @@ class Services:
         left out."""
         clients = [self.trainer.client, self.reward.client]
         with contextlib.suppress(Unavailable):  # there is no sampler now
-            clients.append(self.samplers.one())
+            clients.append(self.samplers.pool.one())
         found = await asyncio.gather(*map(_version, clients))
         return {info.service: info.model_dump(exclude={"service"}) for info in found if info}
 

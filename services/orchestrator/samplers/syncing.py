@@ -111,7 +111,7 @@ async def _synced(services: Services, job: Job, version: int, journal: Events) -
     if job.weight_sync != "auto":
         method = services.samplers.sync_method or job.weight_sync
         return await _sync(services, job, version, method, journal)
-    if services.samplers.sync_method in services.samplers.given_up:
+    if services.samplers.sync_method in services.samplers.pool.given_up:
         services.samplers.sync_method = None
     if services.samplers.sync_method is None:
         return await _find_way(services, job, version, journal)
@@ -122,18 +122,18 @@ async def _find_way(services: Services, job: Job, version: int, journal: Events)
     """The same by the first candidate that every sampler can take, which later versions go by."""
     start = time.monotonic()
     for method, why in candidates(job, gpus_of(services), one_host=services.samplers.one_host):
-        if method in services.samplers.given_up:
+        if method in services.samplers.pool.given_up:
             continue
         try:
             synced = await _sync(services, job, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
-            services.samplers.given_up.add(method)
+            services.samplers.pool.given_up.add(method)
             if error.code == "not_met":
                 await journal.log(f'{error.detail}; weights do not go by "{method}"')
             continue
-        if method not in services.samplers.given_up:
+        if method not in services.samplers.pool.given_up:
             services.samplers.sync_method = method
             seconds = round(time.monotonic() - start, 1)
             how = f'weights go by "{method}": {why}'
@@ -157,7 +157,7 @@ class Gpus:
 
 def gpus_of(services: Services) -> Gpus:
     """Returns where weights come from, and where they go to: the samplers that are up."""
-    up = services.samplers.up()
+    up = services.samplers.pool.up()
     trainer, space = services.trainer.gpu, services.trainer.memory_space
     spaces = {space, *(sampler.memory_space for sampler in up)}
     one_space = None not in spaces and len(spaces) == 1
@@ -215,7 +215,7 @@ async def _sync(
         other = traits.published_again or method
         how = "" if other == method else f' by "{other}"'
         if traits.is_given_up:
-            services.samplers.given_up.add(method)
+            services.samplers.pool.given_up.add(method)
             services.samplers.sync_method = None if job.weight_sync == "auto" else other
             how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
@@ -235,7 +235,7 @@ async def _push(
     published = await _published(services, version, method)
     fallback = Fallback(services.trainer, published)
     try:
-        if isinstance(published.root, SentWeights) and services.samplers.want_files:
+        if isinstance(published.root, SentWeights) and services.samplers.pool.want_files:
             await _write_files(fallback, journal)
         ref = await fallback() if again else published
         push = Push(ref, fallback, prove, job.drain_before_sync, is_trial=_is_trial(services, job))

@@ -89,7 +89,7 @@ class PendingCalls:
     def is_idle(self) -> bool:
         return not self._under_way
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Returns the unanswered calls by service, as in "trainer: training a step, 3 s"."""
         now = self._clock()
         found: dict[tuple[str, str], list[float]] = {}
@@ -147,7 +147,7 @@ class Caller:
     weight: float = 1.0
     key: str | None = None
     epoch: int = field(default=0, init=False)
-    waits: PendingCalls = field(default_factory=PendingCalls, init=False)
+    pending: PendingCalls = field(default_factory=PendingCalls, init=False)
 
     @property
     def fence(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def tracks_call(
     ) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
         @functools.wraps(method)
         async def call(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self.caller.waits.on(service, what), tracing.span(span or what):
+            with self.caller.pending.on(service, what), tracing.span(span or what):
                 return await method(self, *args, **kwargs)
 
         return call

@@ -34,7 +34,7 @@ Place = tuple[int, int]
 
 
 class FinishedGroup(ScoredGroup):
-    """A group of a step, as it is stored. `learned` is the digest of what the job learns."""
+    """A stored group of a step. `learned` is the digest of what the job learns."""
 
     learned: str
     schema_version: int = 1

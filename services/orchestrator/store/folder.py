@@ -8,7 +8,8 @@
                                   and then the folder is removed (run_folders.py)
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
-               hours           for how long the job has had the services, over all attempts
+               hours, cost        for how long the job has had the services, over all attempts,
+                                  and what that has cost
                difficulty.jsonl   which problems taught nothing, a line per step, if the job
                                   skips those
                evaluation.jsonl   the scores of a job of 0 steps: a line for each model and

@@ -24,6 +24,7 @@ from services.orchestrator.store.connection import Connection, StoreUnavailable
 from shared.host.logs import get_logger
 from shared.http.connecting import Presence
 from shared.http.urls import REGISTERED, is_loopback
+from shared.wire import PauseReason
 
 LeaseRequest = Literal["cancel", "pause"]
 
@@ -120,8 +121,6 @@ MAX_TRIES = 20
 """Attempts in a row without a new step after which a job pauses: it probably kills its workers
 itself, or another stack uses the same trainer or samplers."""
 
-PAUSED_ON_REQUEST = "paused on request"
-
 
 class WorkerSide:
     """The worker's side of `Store`. `Store` documents the errors that every method may raise."""
@@ -182,7 +181,6 @@ class WorkerSide:
             trainer=trainer,
             samplers=" ".join(samplers),
             skip=" ".join(skip),
-            paused=PAUSED_ON_REQUEST,
             **arguments,
         )
 
@@ -205,20 +203,22 @@ class WorkerSide:
             **_by(lease),
         )
         if answer == "lost":
-            raise LeaseLost(lease.job_id)
+            raise LeaseLost(_lost(lease))
         asked: dict[str, LeaseRequest] = {"cancel": "cancel", "pause": "pause"}
         return asked.get(answer)
 
-    async def halt(self, lease: Lease, why: str | None) -> None:
+    async def halt(
+        self, lease: Lease, why: str | None, pause_reason: PauseReason = "error"
+    ) -> None:
         """Gives the lease back. The job is cancelled if that was requested, else paused for the
-        reason `why`. Without a reason it is paused if that was requested, and else queued again at
-        its old place. Raises LeaseLost."""
-        await self._by_worker("halt", lease, why=why, paused=PAUSED_ON_REQUEST)
+        reason `why`, with its code. Without `why` it is paused if that was requested, and else
+        queued again at its old place. Raises LeaseLost."""
+        await self._by_worker("halt", lease, why=why, reason=pause_reason)
 
     async def leave(self, lease: Lease, because: str) -> None:
         """As `halt` without a reason to pause, so that another attempt takes the job up. It counts
         as a failed attempt; after MAX_TRIES in a row the job pauses. Raises LeaseLost."""
-        await self._by_worker("halt", lease, left_because=because, paused=PAUSED_ON_REQUEST)
+        await self._by_worker("halt", lease, left_because=because)
 
     async def report(
         self,
@@ -249,7 +249,15 @@ class WorkerSide:
 
     async def _by_worker(self, script: str, lease: Lease, **arguments: Any) -> None:
         if await self._call(script, **_by(lease), **arguments) == "lost":
-            raise LeaseLost(lease.job_id)
+            raise LeaseLost(_lost(lease))
+
+
+def _lost(lease: Lease) -> str:
+    return (
+        f"attempt {lease.attempt} at job {lease.job_id!r} has lost its lease on {lease.trainer}: "
+        f"it expired after {lease.lease_s:g} s without a heartbeat, another worker has the job, or "
+        "the job has ended; this worker stops"
+    )
 
 
 def _by(lease: Lease) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shared.http import codec
 from shared.http.gate import caller
 from shared.job import JOB_ID, UPLOADED, Job
 from shared.weights.folders import CHECKPOINTS, step_of
-from shared.wire import ApiKey, Checkpoint, Event, JobRecord, JobState, JobSummary
+from shared.wire import ApiKey, Checkpoint, Event, JobRecord, JobState, JobSummary, PauseReason
 
 SCHEMA = 1
 """Version of a job's hash. Readers ignore unknown fields."""
@@ -150,9 +150,21 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
 
 
 def _shown(fields: Mapping[str, str]) -> dict[str, str]:
-    """Returns the fields, `doing` only for a running job."""
-    running = fields.get("status") == "running"
-    return {name: value for name, value in fields.items() if running or name != "doing"}
+    """Returns the fields: `doing` only for a running job, `pause_reason` only for a paused one."""
+    status = fields.get("status")
+    shown = {name: value for name, value in fields.items() if name not in ("doing", "pause_reason")}
+    if status == "running" and "doing" in fields:
+        shown["doing"] = fields["doing"]
+    if status == "paused":
+        shown["pause_reason"] = fields.get("pause_reason") or _reason_of(fields.get("error", ""))
+    return shown
+
+
+def _reason_of(error: str) -> PauseReason:
+    """Returns the code of a pause that an older version stored as a sentence only."""
+    if error == "paused on request":
+        return "requested"
+    return "preempted" if error.startswith("put away") else "error"
 
 
 def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
@@ -185,7 +197,7 @@ def note_of(job_id: str, fields: Mapping[str, str]) -> Note:
 
 def state_of(job_id: str, fields: Mapping[str, str]) -> JobState:
     with _reading(job_id, fields):
-        return JobState.model_validate(fields, extra="ignore")
+        return JobState.model_validate(_shown(fields), extra="ignore")
 
 
 @contextlib.contextmanager

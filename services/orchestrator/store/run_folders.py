@@ -42,7 +42,6 @@ by then. Also the seconds between two searches for such folders."""
 async def accept(store: Store, submission: Submission) -> JobRecord:
     """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
     be written. The folder is removed unless Redis has the job, or may have it."""
-    await _check_start(store, submission)
     await _check_own(store, submission)
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(
@@ -61,18 +60,6 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
     else:
         await _discard(folder)
     return record
-
-
-async def _check_start(store: Store, submission: Submission) -> None:
-    """Raises BadRequest for a checkpoint that the job cannot begin with, and NotFound for one of a
-    job that is not there for the caller."""
-    if (start := submission.job.training.start_from) is None:
-        return
-    root = submission.runs_dir.resolve()
-    path = await run_in_thread(lambda: Path(start).resolve())
-    if path.is_relative_to(root) and path != root:
-        await store.get(path.relative_to(root).parts[0])
-    await run_in_thread(lambda: check_start(submission.job, submission.runs_dir))
 
 
 async def _check_own(store: Store, submission: Submission) -> None:
@@ -103,7 +90,7 @@ async def complete_submission(store: Store, asked: Job, key: str | None) -> JobR
 
 async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
     """Removes, again and again, the folders of submissions that were interrupted before Redis had
-    the job. No one was told that such a job was accepted."""
+    the job. No such submission was answered."""
     while True:
         try:
             await remove_unsubmitted(store, runs_dir)
@@ -157,7 +144,7 @@ async def cancel(store: Store, job_id: str) -> JobState:
     return state
 
 
-async def stop(store: Store, job_id: str) -> JobState:
+async def cancel_if_active(store: Store, job_id: str) -> JobState:
     """As `cancel`, but raises no error for a job that has ended otherwise."""
     try:
         return await cancel(store, job_id)
@@ -260,12 +247,22 @@ def path_of(folder: Path, name: str) -> Path:
     return path
 
 
-def check_start(job: Job, runs_dir: Path) -> None:
-    """Raises BadRequest for a checkpoint that the job cannot begin with (`training.start_from`)."""
+async def check_start(store: Store, job: Job, runs_dir: Path) -> None:
+    """Raises BadRequest for a checkpoint that the job cannot begin with (`training.start_from`),
+    and NotFound for one of a job that is not there for the caller."""
     if (start := job.training.start_from) is None:
         return
-    folder = Path(start).resolve()
-    if not folder.is_relative_to(runs_dir.resolve()) or not (folder / STATE).is_dir():
+    root = runs_dir.resolve()
+    path = await run_in_thread(lambda: Path(start).resolve())
+    if path.is_relative_to(root) and path != root:
+        await store.get(path.relative_to(root).parts[0])
+    await run_in_thread(lambda: _check_fits(job, start, path, root))
+
+
+def _check_fits(job: Job, start: str, folder: Path, runs_dir: Path) -> None:
+    """Raises BadRequest unless `start`, resolved to `folder`, is a checkpoint in `runs_dir` whose
+    weights are as the job's."""
+    if not folder.is_relative_to(runs_dir) or not (folder / STATE).is_dir():
         raise BadRequest(
             f"training.start_from is {start!r:.200}, which is no checkpoint below HONE_RUNS_DIR; "
             "expected the full path of one, as `hone checkpoints JOB` lists them"

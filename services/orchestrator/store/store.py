@@ -13,7 +13,7 @@ from pathlib import Path
 from services.orchestrator.store import identity, keys
 from services.orchestrator.store.connection import Connection, StoreUnavailable
 from services.orchestrator.store.folder import Note
-from services.orchestrator.store.leases import PAUSED_ON_REQUEST, WorkerSide
+from services.orchestrator.store.leases import WorkerSide
 from services.orchestrator.store.lists import Lists
 from services.orchestrator.store.records import (
     FoundRun,
@@ -224,11 +224,10 @@ class Store(WorkerSide, Lists):
             )
         return await self.state(job_id)
 
-    async def pause(self, job_id: str, why: str = PAUSED_ON_REQUEST) -> JobState:
+    async def pause(self, job_id: str) -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
-        `why` is the reason shown if it is paused now. Pausing again changes nothing. Raises
-        Conflict if the job has ended."""
-        before = await self._call("pause", id=_known(job_id), paused=why)
+        Pausing again changes nothing. Raises Conflict if the job has ended."""
+        before = await self._call("pause", id=_known(job_id))
         if before in TERMINAL:
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"

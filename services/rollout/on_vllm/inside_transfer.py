@@ -206,7 +206,7 @@ class TransferSpec:
 
 
 def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> TransferSpec:
-    """Returns what a sampler of `num_ranks` processes, whose trainer is at `host`, is told."""
+    """Returns what a sampler of `num_ranks` processes, whose trainer is at `host`, receives."""
     if isinstance(ref, SharedWeights):
         tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
         meeting = {"gpu": ref.gpu, "shared": tensors}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.errors import OperatorActionNeeded, Preempted, SyncFailed
+from services.orchestrator.errors import CheckFailed, OperatorActionNeeded, Preempted, SyncFailed
 from services.orchestrator.jobs.decisions import (
     LIMITS,
     MAX_LOSSES,
@@ -103,6 +103,22 @@ def test_errors_of_the_orchestrator_itself_are_decided_too() -> None:
     assert decide(OperatorActionNeeded("step 3: 80%")).action is PAUSE
     assert decide(SyncFailed("weight sync: ...")).action is RECOVER
     assert decide(ZeroDivisionError("1/0")).action is PAUSE
+
+
+def test_a_check_at_the_start_of_an_attempt_has_rules_of_its_own() -> None:
+    refused = BadRequest("max_staleness is 1")
+    assert decide(CheckFailed("colocation", "settings", refused)) == Decision(
+        PAUSE, "max_staleness is 1; fix the cause"
+    )
+    again = decide(CheckFailed("data", "data", NotFound("no such file")))
+    assert again.action is RECOVER and again.why == (
+        "its data were accepted when it was submitted, and are refused now: no such file"
+    )
+    slow = Unavailable("300 s are over", code="deadline")
+    assert decide(CheckFailed("rewards", "services", slow)).action is WAIT
+    assert decide(slow).action is PAUSE
+    assert decide(CheckFailed("rewards", "services", Unauthorized("no token"))).action is PAUSE
+    assert decide(CheckFailed("data", "data", Failed("the Hub"))).action is RECOVER
 
 
 def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do() -> None:

@@ -72,7 +72,7 @@ def test_a_job_that_failed_or_had_to_pause_is_a_problem() -> None:
     assert (found.code, found.level, found.cause) == ("failed", "problem", "the model is gone")
     found = only(facts({}, record=record("paused", "the disk is full")))
     assert found.code == "paused" and "hone resume" in found.remedy
-    assert not codes(facts({}, record=record("paused", "paused on request")))
+    assert not codes(facts({}, record=record("paused", "by hand", pause_reason="requested")))
     assert not codes(facts({}, record=record("succeeded")))
 
 

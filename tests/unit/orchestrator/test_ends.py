@@ -59,7 +59,7 @@ async def test_no_more_ends_are_looked_for_once_redis_is_away(
 
 async def test_a_row_that_is_said_again_has_the_currency_of_its_cost() -> None:
     store, unused = Mock(report=AsyncMock()), cast(Any, Mock())
-    services = cast(Any, Mock(waits=PendingCalls()))
+    services = cast(Any, Mock(pending=PendingCalls()))
     journal = Journal(store, Lease("a", 1, "trainer", 30.0))
     spent = JobUsage([], price=Price(2.0, "EUR", "the invoice"))
     after = AfterStep(JOB, unused, services, unused, journal, unused, spent, 0.5, unused)

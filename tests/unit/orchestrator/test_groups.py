@@ -152,7 +152,8 @@ def test_a_batch_of_nothing_but_errors_pauses_with_the_first_few() -> None:
     with pytest.raises(OperatorActionNeeded) as raised:
         to_batch(7, groups)
     assert raised.value.detail == (
-        "step 7: all 5 rollouts ended in an error; too long; the template broke; no time"
+        "step 7: all 5 rollouts ended in an error; too long; the template broke; no time; "
+        "look into the logs of the samplers, or correct the job's prompts or environment"
     )
 
 
@@ -166,7 +167,8 @@ def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> No
     assert too_many_missing(batch, 0.75) is None
     assert too_many_missing(batch, 0.5) == (
         "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
-        "judge: no key; judge: refused"
+        "judge: no key; judge: refused; look into the log of the reward service, correct the "
+        "grader, or raise HONE_MAX_MISSING_REWARDS"
     )
 
 

@@ -60,7 +60,7 @@ class Script:
         self.dropped: list[str] = []
         self.num_opened = 0
         self.conversations = asyncio.Semaphore(1)
-        self.environment, self.service, self.waits = self, "reward", PendingCalls()
+        self.environment, self.service, self.pending = self, "reward", PendingCalls()
         self.samplers = self
         self.extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
 

@@ -1,41 +1,55 @@
-"""What a submission says of a mixture of experts."""
+"""The checks of a job: which error a failed check raises."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.jobs.preflight import check_model
+from services.orchestrator.data.order import History
+from services.orchestrator.errors import CheckFailed
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import AcceptedData, Preflight
+from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.settings import Settings
-from tests.support.engine_ranks import a_job
-from tests.support.model_folders import make_model_folder
+from tests.support.job_records import record
 
-MIXTRAL, OLMOE = "MixtralForCausalLM", "OlmoeForCausalLM"
+JOB = record("queued").job
+
+
+class FailingServices:
+    def __init__(self, error: HoneError) -> None:
+        self.error = error
+
+    async def validate(self, *_: Any) -> None:
+        raise self.error
+
+
+def preflight(error: HoneError) -> Preflight:
+    settings = Settings()
+    services = cast(Any, FailingServices(error))
+    return Preflight(JOB, settings, services, CheckExecutor(settings))
 
 
 @pytest.mark.parametrize(
-    ("architecture", "weight_sync", "num_warnings", "on_cpu"),
+    ("error", "kind"),
     [
-        (MIXTRAL, "auto", 0, False),
-        (MIXTRAL, "restart", 0, True),
-        (OLMOE, "restart", 1, True),
+        (Unavailable("the environment at http://e cannot be reached"), Unavailable),
+        (Failed("the grader's process died"), Unavailable),
+        (BadRequest("unknown grader 'x'"), BadRequest),
     ],
 )
-def test_experts_are_a_warning_if_not_tried_and_not_reloaded_on_a_cpu(
-    tmp_path: Path, architecture: str, weight_sync: str, num_warnings: int, on_cpu: bool
+async def test_a_submission_is_refused_by_what_is_wrong_and_sent_again_for_the_rest(
+    error: HoneError, kind: type[HoneError]
 ) -> None:
-    folder = make_model_folder(tmp_path / "model", chat=False)
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
-    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
-    (folder / "config.json").write_text(json.dumps(config))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "w3 w4", "answer": "w5"}\n')
-    job = a_job(
-        folder,
-        data={"train": str(tmp_path / "rows.jsonl"), "template": "{{ prompt }}"},
-        weight_sync=weight_sync,
-    )
-    warnings, cpu_limit = check_model(job, Settings(), None)
-    assert len([said for said in warnings if "mixture of experts" in said]) == num_warnings
-    assert (cpu_limit is None) == on_cpu
+    with pytest.raises(kind) as raised:
+        await preflight(error).run("services")
+    assert (raised.value.detail, raised.value.status) == (error.detail, kind.status)
+
+
+async def test_at_the_start_of_an_attempt_every_failed_check_is_decided_as_one() -> None:
+    run = preflight(error := Unavailable("no answer", code="deadline"))
+    run.accepted = AcceptedData({}, History([]))
+    with pytest.raises(CheckFailed) as raised:
+        await run.run("services")
+    assert (raised.value.needs, raised.value.cause) == ("services", error)

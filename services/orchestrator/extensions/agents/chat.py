@@ -138,7 +138,7 @@ def read_completion(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
 
 
 def given_turn(prompt: Any, name: str, limits: Body) -> tuple[TurnRequest, Limits]:
-    """Returns the turn of a text or of token ids, as it is."""
+    """Returns the turn of a text or of token ids, unchanged."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     listed: list[Any] = prompt if isinstance(prompt, list) else []

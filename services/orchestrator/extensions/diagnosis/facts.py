@@ -14,7 +14,6 @@ from typing import Any
 from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import HIGH, LOW, metric_prefix
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from services.orchestrator.store.records import FoundRun, find_run
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
@@ -232,7 +231,8 @@ def record_of(found: FoundRun, job: Job) -> JobRecord:
     """Returns the record as far as the folder tells."""
     known: dict[str, Any] = {
         "status": found.end or "paused",
-        "error": found.error if found.end else PAUSED_ON_REQUEST,
+        "error": found.error if found.end else "paused on request",
+        "pause_reason": None if found.end else "requested",
     }
     return JobRecord(
         id=found.id,

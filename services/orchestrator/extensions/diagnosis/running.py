@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
-from services.orchestrator.errors import is_preempted
 from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
     WINDOW,
@@ -17,7 +16,6 @@ from services.orchestrator.extensions.diagnosis.facts import (
     percent,
 )
 from services.orchestrator.extensions.diagnosis.rules import Reading, Rule, at_least, finding
-from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from shared.wire import Evidence, Finding
 
 STALLED_STEPS = 5.0
@@ -70,8 +68,7 @@ def ended_badly(run: RunSnapshot) -> Iterator[Finding]:
     if record is None or record.status not in ("failed", "paused"):
         return
     why = record.error or "no reason is known"
-    on_request = record.error == PAUSED_ON_REQUEST or is_preempted(why)
-    if record.status == "failed" or not on_request:
+    if record.status == "failed" or record.pause_reason not in ("requested", "preempted"):
         evidence = [Evidence(metric="record", text=why)]
         yield finding(record.status, record.step, evidence, step=record.step, why=why)
 

@@ -12,7 +12,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from services.orchestrator.extensions.environments.openenv import MAX_MESSAGE_BYTES
 from services.orchestrator.extensions.environments.tools import of_blocks, result, tool_schema
-from services.orchestrator.seams import Lost
+from services.orchestrator.seams import EpisodeLost
 from shared.errors import first_line
 from shared.http.connecting import ssl_context
 from shared.wire import ToolCall, ToolResult
@@ -38,7 +38,7 @@ class McpSession:
         return await self._ask(_listed)
 
     async def call(self, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
-        """Returns what the tool answers. Raises Lost without an answer."""
+        """Returns what the tool answers. Raises EpisodeLost without an answer."""
 
         async def made(client: Client) -> ToolResult:
             try:
@@ -67,7 +67,7 @@ class McpSession:
             return answer.result()
         error = None if self._task.cancelled() else self._task.exception()
         why = first_line(_leaf(error)) if error else "the session was ended"
-        raise Lost(f"the MCP server at {self.url} gave no answer: {why}") from error
+        raise EpisodeLost(f"the MCP server at {self.url} gave no answer: {why}") from error
 
     async def _live(self) -> None:
         async with (

@@ -32,8 +32,8 @@ from services.orchestrator.extensions.environments.tools import (
     result,
     tool_schema,
 )
-from services.orchestrator.seams import Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import EpisodeLost
+from shared.errors import BadRequest, Unavailable
 from shared.http.connecting import ssl_context
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
@@ -85,13 +85,14 @@ class Socket:
         self._url = url
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> StepReply:
-        """Sends a reset or a step and returns its answer. Raises ServerFull, Refused, or Lost."""
+        """Sends a reset or a step and returns its answer. Raises ServerFull, Refused or
+        EpisodeLost."""
         with contextlib.suppress(aiohttp.ClientError, OSError):  # then an error waits to be read
             await self._socket.send_json({"type": kind, "data": dict(data)})
         received = await self._socket.receive()
         if received.type is not aiohttp.WSMsgType.TEXT:
             why = f": {received.extra}" if received.extra else f" (code {self._socket.close_code})"
-            raise Lost(f"the environment at {self._url} closed the connection{why}")
+            raise EpisodeLost(f"the environment at {self._url} closed the connection{why}")
         return self._read(received.data)
 
     def _read(self, text: str) -> StepReply:
@@ -101,7 +102,7 @@ class Socket:
                 return StepReply.model_validate(frame["data"])
             code, message = frame["data"]["code"], str(frame["data"]["message"])
         except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
-            raise Lost(
+            raise EpisodeLost(
                 f"the environment at {self._url} sent {text[:200]!r}; expected an observation with "
                 f"a finite reward, or an error"
             ) from error
@@ -109,7 +110,7 @@ class Socket:
             raise Refused(_with_faults(message, frame["data"].get("errors")))
         if code == "CAPACITY_REACHED":
             raise ServerFull(f"the environment at {self._url} has no room: {message[:MAX_CHARS]}")
-        raise Lost(f"the environment at {self._url} failed ({code}): {message[:MAX_CHARS]}")
+        raise EpisodeLost(f"the environment at {self._url} failed ({code}): {message[:MAX_CHARS]}")
 
     async def close(self) -> None:
         """Ends the episode. Returns once the server has made room for another one, or is late."""
@@ -170,12 +171,14 @@ async def schema_of_actions(http: aiohttp.ClientSession, url: str) -> dict[str, 
         async with http.get(f"{url}/schema") as answer:
             actions = json.loads(await _whole(answer))["action"]
     except (aiohttp.ClientError, OSError, RecursionError, ValueError, KeyError, TypeError) as error:
-        raise Lost(
+        raise EpisodeLost(
             f"{url}/schema cannot be read ({type(error).__name__}: {error}); expected the schemas "
             "of an OpenEnv server"
         ) from error
     if not isinstance(actions, dict) or not isinstance(actions.get("properties", {}), dict):
-        raise Lost(f"{url}/schema has {str(actions)[:200]} as 'action'; expected a JSON Schema")
+        raise EpisodeLost(
+            f"{url}/schema has {str(actions)[:200]} as 'action'; expected a JSON Schema"
+        )
     return actions
 
 
@@ -304,7 +307,7 @@ class OpenEnv:
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
         """Waits for a server that can be reached and has room: as long as the job has episodes
-        open, which will end, and else `boot_s`. Raises Lost."""
+        open, which will end, and else `boot_s`. Raises EpisodeLost."""
         since = None
         while True:
             server = await self._servers.take()
@@ -315,7 +318,7 @@ class OpenEnv:
                 since = None if self._episodes else since or _now()
                 if since and _now() - since >= self._spec.boot_s:
                     waited = f"waited {self._spec.boot_s:g} s (boot_s)"
-                    raise Lost(f"{error}; {waited}, with no other episode open") from error
+                    raise EpisodeLost(f"{error}; {waited}, with no other episode open") from error
             except BaseException:  # raised again
                 self._servers.leave(server)
                 raise
@@ -370,13 +373,13 @@ class OpenEnv:
             except ServerFull:
                 self._servers.leave(server)
                 return EnvironmentValidated(observation=None, tools=(), has_reward=True)
-            except Lost as error:
+            except EpisodeLost as error:
                 self._servers.leave(server)
                 raise BadRequest(f"the environment cannot be opened: {error.detail}") from error
             else:
                 await self.close("validated", rewarded=False)
                 return EnvironmentValidated(**opened.model_dump(), has_reward=True)
-        raise Unreachable("; ".join(reasons))
+        raise Unavailable("; ".join(reasons))
 
     async def shut(self) -> None:
         for id in [*self._episodes]:
@@ -396,10 +399,10 @@ class OpenEnv:
                 seen = await socket.ask("reset", row)
         except TimeoutError as error:
             await socket.drop()
-            raise Lost(f"{url} did not reset within {limit_s:g} s (boot_s)") from error
+            raise EpisodeLost(f"{url} did not reset within {limit_s:g} s (boot_s)") from error
         except Refused as error:
             await socket.drop()
-            raise Lost(f"{url} refused to reset with the row: {error}") from error
+            raise EpisodeLost(f"{url} refused to reset with the row: {error}") from error
         except BaseException:  # raised again
             await socket.drop()
             raise
@@ -419,7 +422,7 @@ class OpenEnv:
                 for tool in seen.observation["tools"]
             )
         except (KeyError, TypeError) as error:
-            raise Lost(
+            raise EpisodeLost(
                 f"{url} answered list_tools with {str(seen.observation)[:200]}; expected its tools"
             ) from error
         return _Offer(tools, calls_tools=True)
@@ -442,18 +445,18 @@ class OpenEnv:
     async def _asking(self, id: str, what: str, limit_s: float) -> AsyncGenerator[_Episode]:
         """Drops the episode if anything but success leaves the block: its state is unknown."""
         if (episode := self._episodes.get(id)) is None:
-            raise Lost(f"episode {id!r} is not open")
+            raise EpisodeLost(f"episode {id!r} is not open")
         try:
             async with asyncio.timeout(limit_s):
                 yield episode
         except TimeoutError as error:
             self.drop(id)
-            raise Lost(
+            raise EpisodeLost(
                 f"{what} was not done by {episode.server.url} within {limit_s:g} s (step_s)"
             ) from error
         except ServerFull as error:
             self.drop(id)
-            raise Lost(str(error)) from error
+            raise EpisodeLost(str(error)) from error
         except BaseException:  # raised again
             self.drop(id)
             raise

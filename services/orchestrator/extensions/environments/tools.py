@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from services.orchestrator.seams import Environment, Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import Environment, EpisodeLost
+from shared.errors import BadRequest, Unavailable
 from shared.http.gate import caller
 from shared.http.urls import is_loopback
 from shared.job import EnvironmentSpec
@@ -76,7 +76,7 @@ def result(call: ToolCall, content: str, *, failed: bool = False) -> ToolResult:
 
 
 def as_text(value: Any) -> str:
-    """Returns text as it is, and anything else as JSON."""
+    """Returns text unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -134,7 +134,7 @@ class Tools:
         while True:
             try:
                 return await self._open(id, row)
-            except Lost:
+            except EpisodeLost:
                 if asyncio.get_running_loop().time() >= give_up_at:
                     raise
             await asyncio.sleep(RETRY_S)
@@ -142,7 +142,7 @@ class Tools:
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
         """The functions' calls come first, then the servers', each in their order."""
         if (episode := self._episodes.get(id)) is None:
-            raise Lost(f"episode {id!r} is not open")
+            raise EpisodeLost(f"episode {id!r} is not open")
         mine = tuple(call for call in calls if call.name in episode.own)
         async with self._limited(id, f"turn {turn}", self._spec.step_s, "step_s"):
             told = await self._own.step(id, turn, mine) if self._own else None
@@ -166,8 +166,8 @@ class Tools:
         tools = (await self._own.validate(row)).tools if self._own else ()
         try:
             offered = await self._connect("validated", tools)
-        except Lost as error:
-            raise Unreachable(error.detail) from error
+        except EpisodeLost as error:
+            raise Unavailable(error.detail) from error
         finally:
             self._end_sessions("validated")
         return EnvironmentValidated(observation=None, tools=offered, has_reward=False)
@@ -218,7 +218,7 @@ class Tools:
                 yield
         except TimeoutError as error:
             self.drop(id)
-            raise Lost(f"{what} was not done within {limit_s:g} s ({key})") from error
+            raise EpisodeLost(f"{what} was not done within {limit_s:g} s ({key})") from error
         except BaseException:  # raised again
             self.drop(id)
             raise

@@ -287,7 +287,7 @@ def add_routes(service: Service, pushing: GroupIntake) -> None:
 
 @dataclass(frozen=True)
 class CheckedGroup:
-    """A pushed group without a fault: as it was sent, and as it is stored."""
+    """A pushed group without a fault: as sent, and as stored."""
 
     group: PushedGroup
     scored: ScoredGroup
@@ -308,7 +308,7 @@ class GroupIntake:
         return await self.store(job_id, await self.checked(job_id, group))
 
     async def checked(self, job_id: str, group: PushedGroup) -> CheckedGroup:
-        """Returns the group as it is trained on. Raises BadRequest for one that cannot be, and
+        """Returns the group that is trained on. Raises BadRequest for one that cannot be, and
         Conflict for a job that takes no groups."""
         record = await self.record(job_id)
         return await asyncio.to_thread(self._checked, record, group)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from services.orchestrator.errors import PREEMPTED, OperatorActionNeeded, Preempted
+from services.orchestrator.errors import OperatorActionNeeded, Preempted
 from services.orchestrator.extensions.tinker.log import OperationLog, Saved
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
@@ -218,7 +218,7 @@ class OperationRunner:
         """Returns the operation once it has come; None if later ones came and it did not."""
         gap_since: float | None = None
         since = time.monotonic()
-        with self.services.waits.on("the program", f"operation {number}"):
+        with self.services.pending.on("the program", f"operation {number}"):
             while True:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
@@ -274,7 +274,7 @@ class OperationRunner:
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
         raise Preempted(
-            f"{PREEMPTED}: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
+            f"put away: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
             "next operation brings it back"
         )
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
-from services.orchestrator import errors
 from services.orchestrator.extensions.tinker import messages, requests
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.extensions.tinker.log import (
@@ -28,7 +27,6 @@ from services.orchestrator.extensions.tinker.log import (
 from services.orchestrator.extensions.tinker.requests import adapter_of, id_of
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import check_job
-from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from services.orchestrator.store.lists import JobFilter
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, complete_submission
@@ -108,7 +106,7 @@ class Models:
         record = await complete_submission(self._store, job, key)
         if record is None:
             await self._writable.check()
-            run = await check_job(job, self._checks)
+            run = await check_job(job, self._checks, self._store)
             submission = Submission(
                 job,
                 self._settings.runs_dir,
@@ -159,7 +157,7 @@ def read_job(document: dict[str, Any]) -> Job:
 
 def is_preempted_model(record: JobRecord) -> bool:
     """Whether the model made room for another job, and its next operation brings it back."""
-    return record.status == "paused" and errors.is_preempted(record.error)
+    return record.pause_reason == "preempted"
 
 
 MAX_AHEAD = 1000
@@ -330,9 +328,7 @@ class Futures:
 
 def _is_over(record: JobRecord) -> bool:
     """Whether the model has ended, or is paused for an error that someone has to fix."""
-    if record.status == "paused":
-        return record.error != PAUSED_ON_REQUEST and not is_preempted_model(record)
-    return record.status in TERMINAL
+    return record.pause_reason == "error" or record.status in TERMINAL
 
 
 def _queue_state(record: JobRecord) -> dict[str, Any]:

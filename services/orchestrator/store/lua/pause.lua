@@ -1,12 +1,12 @@
 -- Pauses the job: at once, or by way of its worker.
--- call: id, paused (the reason).
+-- call: id.
 -- Returns the status before; '' if there is no such job.
 
 return once(function()
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
   if is_waiting(call.id) then
-    if not stopped(call.id, call.paused) then pause(call.id, 'info', call.paused) end
+    if not stopped(call.id) then pause_on_request(call.id) end
   elseif status == 'running' and not asked(call.id, 'pause') then
     set(call.id, 'pause_requested', '1')
     event(call.id, 'log', 'info', 'pausing', '{}')

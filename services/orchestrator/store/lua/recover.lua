@@ -21,7 +21,7 @@ return once(function()
     redis.call('SET', KEY .. call.key, submission, 'EX', call.key_left_s, 'NX')
   end
   if not call.status then
-    pause(call.id, 'warning', call.why)
+    pause(call.id, 'warning', 'error', call.why)
     return 'new paused'
   end
   if call.error then set(call.id, 'error', call.error) end

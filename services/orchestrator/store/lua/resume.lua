@@ -8,7 +8,7 @@ return once(function()
   if status == 'paused' then
     for name, value in pairs(call.fields or {}) do set(call.id, name, value) end
     set(call.id, 'tries', 0, 'recoveries', 0)
-    redis.call('HDEL', job(call.id), 'error')
+    redis.call('HDEL', job(call.id), 'error', 'pause_reason')
     enqueue(call.id)
   elseif status == 'running' and not call.fields
       and redis.call('HDEL', job(call.id), 'pause_requested') == 1 then

@@ -177,10 +177,11 @@ local function begin(id)
   wait(id, nil)
 end
 
-local function pause(id, level, why)
+-- Pauses the job. `reason` is 'requested', 'preempted' or 'error'; `why` is its sentence.
+local function pause(id, level, reason, why)
   leave_queue(id)
   redis.call('HDEL', job(id), 'pause_requested', 'waits')
-  set(id, 'error', why)
+  set(id, 'error', why, 'pause_reason', reason)
   become(id, 'paused', level, why)
 end
 
@@ -205,18 +206,20 @@ local function close(id)
   end
 end
 
+local function pause_on_request(id) pause(id, 'info', 'requested', 'paused on request') end
+
 local function cancel(id)
-  redis.call('HDEL', job(id), 'error')
+  redis.call('HDEL', job(id), 'error', 'pause_reason')
   become(id, 'cancelled', 'info', 'cancelled')
   close(id)
 end
 
 -- Cancels or pauses a job without a worker if that was requested; returns whether it was.
-local function stopped(id, paused)
+local function stopped(id)
   if asked(id, 'cancel') then
     cancel(id)
   elseif asked(id, 'pause') then
-    pause(id, 'info', paused)
+    pause_on_request(id)
   else
     return false
   end

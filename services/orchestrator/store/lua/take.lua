@@ -1,8 +1,8 @@
 -- Gives a place on the trainer and the samplers, and a waiting job, to the caller.
 -- call: owner, trainer, samplers (names with blanks between), places (how many jobs may share
---   them), lease_ms, max_tries, paused (the reason of a pause on request); perhaps skip (ids of jobs
---   to pass over, with blanks between), own_only (leave interrupted jobs to their own trainers, which
---   may not be registered yet) and peek (only return the job, change nothing).
+--   them), lease_ms, max_tries; perhaps skip (ids of jobs to pass over, with blanks between),
+--   own_only (leave interrupted jobs to their own trainers, which may not be registered yet) and
+--   peek (only return the job, change nothing).
 -- Returns attempt, number of tries, job id and the attempts beside it (with commas between); '' if
 -- there is no place or no job waits.
 --
@@ -58,7 +58,7 @@ return once(function()
       local why = 'gave up after ' .. call.max_tries
         .. ' attempts in a row that were cut off before a step was done; look into its events'
         .. " and the orchestrator's log, then `hone resume " .. id .. '` continues from there'
-      pause(id, 'error', why)
+      pause(id, 'error', 'error', why)
       return false
     end
     local attempt = lease(resources, place)
@@ -83,7 +83,7 @@ return once(function()
       if status ~= 'queued' and status ~= 'running' then
         leave_queue(id)
       elseif not is_skipped[id] and is_waiting(id) and not has_remains(id)
-          and not stopped(id, call.paused) and may_take(id) and taken(id) then
+          and not stopped(id) and may_take(id) and taken(id) then
         local attempt, tries = field(id, 'attempt') or '0', field(id, 'tries') or '0'
         return attempt .. ' ' .. tries .. ' ' .. id .. ' ' .. table.concat(beside, ',')
       end

@@ -39,42 +39,42 @@ def sampler() -> Sampler:
 def test_newer_weights_end_the_use_of_a_cache_unless_prefixes_are_kept(
     sampler: Sampler, keeps: bool
 ) -> None:
-    homes = PrefixAffinity()
-    homes.keeps_prefixes = keeps
-    homes.note("c", None, sampler, sampled_by(3))
-    assert (home := homes.find("c")) and home.sampler is sampler
-    assert homes.find("d") is None and homes.find(None) is None
+    affinity = PrefixAffinity()
+    affinity.keeps_prefixes = keeps
+    affinity.note("c", None, sampler, sampled_by(3))
+    assert (holder := affinity.find("c")) and holder.sampler is sampler
+    assert affinity.find("d") is None and affinity.find(None) is None
     sampler.begin(version())
-    assert (homes.find("c") is not None) == keeps
+    assert (affinity.find("c") is not None) == keeps
 
 
 def test_kept_prefixes_are_of_the_version_that_began_the_conversation_there(
     sampler: Sampler,
 ) -> None:
-    homes = PrefixAffinity()
-    homes.keeps_prefixes = True
-    homes.note("c", None, sampler, sampled_by(3, 4))
+    affinity = PrefixAffinity()
+    affinity.keeps_prefixes = True
+    affinity.note("c", None, sampler, sampled_by(3, 4))
     sampler.begin(version())
-    homes.note("c", homes.find("c"), sampler, sampled_by(5))
-    home = homes.find("c")
-    assert homes.request(NEXT, home, sampler).known == Known(
+    affinity.note("c", affinity.find("c"), sampler, sampled_by(5))
+    holder = affinity.find("c")
+    assert affinity.request(NEXT, holder, sampler).known == Known(
         num_messages=2, token_ids=TokenIds((1, 2)), version=3
     )
     other = Sampler(cast(Any, None))
-    assert homes.request(NEXT, home, other) is NEXT, "another sampler has no such cache"
-    homes.note("c", home, other, sampled_by(5))
+    assert affinity.request(NEXT, holder, other) is NEXT, "another sampler has no such cache"
+    affinity.note("c", holder, other, sampled_by(5))
     other.begin(version())
-    homes.note("c", None, other, sampled_by(6))
-    assert homes.request(NEXT, homes.find("c"), other).known == Known(
+    affinity.note("c", None, other, sampled_by(6))
+    assert affinity.request(NEXT, affinity.find("c"), other).known == Known(
         num_messages=2, token_ids=TokenIds((1, 2)), version=6
     )
 
 
 def test_a_sampler_that_was_away_has_no_cache(sampler: Sampler) -> None:
-    homes = PrefixAffinity()
-    homes.keeps_prefixes = True
-    homes.note("c", None, sampler, sampled_by(3))
+    affinity = PrefixAffinity()
+    affinity.keeps_prefixes = True
+    affinity.note("c", None, sampler, sampled_by(3))
     sampler.end("gone")
-    assert homes.find("c") is None
+    assert affinity.find("c") is None
     sampler.begin(sampler.ref)
-    assert homes.find("c") is None
+    assert affinity.find("c") is None

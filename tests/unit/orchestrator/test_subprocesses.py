@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
+from shared.errors import Failed
 from tests.support.running import lives
 
 ROOT = Path(__file__).parents[3]
@@ -16,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 ASKS_AND_IS_KILLED = """
 import asyncio, os, time
 from pathlib import Path
-from services.orchestrator.data.apart import run_in_subprocess
+from services.orchestrator.data.subprocesses import run_in_subprocess
 
 async def main():
     asked = asyncio.create_task(run_in_subprocess(time.sleep, 60, deadline_s=100))
@@ -41,3 +44,21 @@ def test_work_ends_with_whoever_asked_for_it(seconds: float) -> None:
     while lives(child):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def warn_and_exit() -> None:
+    os.write(2, b"a warning\nno room on the disk\n\n")
+    os._exit(3)
+
+
+async def test_a_process_that_ends_without_a_result_is_named_with_its_last_line() -> None:
+    with pytest.raises(Failed) as raised:
+        await run_in_subprocess(warn_and_exit, deadline_s=60, what="fetching the model 'm'")
+    assert raised.value.detail == (
+        "fetching the model 'm' failed: its process ended with status 3: no room on the disk"
+    )
+
+
+async def test_work_that_takes_too_long_is_named_with_its_deadline() -> None:
+    with pytest.raises(SubprocessTimeout, match=r"^reading the data 'x' was not done in 0.1 s$"):
+        await run_in_subprocess(time.sleep, 60, deadline_s=0.1, what="reading the data 'x'")

@@ -1,8 +1,8 @@
 """Work in a process of its own, which is killed once no one waits for it. Calls of the Hub may hang
 in ways that no deadline of its libraries ends, and a thread cannot be killed.
 
-`python -m services.orchestrator.data.apart PID` is that process. It ends with process PID, reads
-its work from stdin, and writes the result to stdout.
+`python -m services.orchestrator.data.subprocesses PID` is that process. It ends with process PID,
+reads its work from stdin, and writes the result to stdout.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import asyncio
 import os
 import pickle
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
+import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from shared.errors import Failed, HoneError
 from shared.host.processes import die_with
 
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+MAX_BYTES = 300
+"""Of a failed process's last line on stderr, the part that is shown."""
 
 T = TypeVar("T")
 
@@ -27,33 +31,47 @@ class SubprocessTimeout(Failed):
     """The work was not done by its deadline, and was killed."""
 
 
-async def run_in_subprocess(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
+async def run_in_subprocess(
+    work: Callable[..., T], *args: Any, deadline_s: float, what: str = "the work"
+) -> T:
     """Returns the result of `work(*args)`. `work` is a module's function; its arguments and result
-    can be pickled. Raises the work's own HoneError, and SubprocessTimeout."""
-    asked = pickle.dumps((work, args))
+    can be pickled. Raises the work's own HoneError; SubprocessTimeout; and Failed if the process
+    ended without a result. Their sentences begin with `what`, as in "fetching the model 'm'"."""
+    with tempfile.TemporaryFile() as errors:  # a process left behind would hold a pipe open
+        return await _run(pickle.dumps((work, args)), deadline_s, what, errors)
+
+
+async def _run(asked: bytes, deadline_s: float, what: str, errors: IO[bytes]) -> Any:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.orchestrator.data.apart", str(os.getpid())),
+        *("-m", "services.orchestrator.data.subprocesses", str(os.getpid())),
         env=os.environ | QUIET,
         stdin=PIPE,
         stdout=PIPE,
-        stderr=DEVNULL,
+        stderr=errors,
     )
     try:
         async with asyncio.timeout(deadline_s):
             answer, _ = await process.communicate(asked)
     except TimeoutError as error:
-        raise SubprocessTimeout(f"it was not done in {deadline_s:g} s") from error
+        raise SubprocessTimeout(f"{what} was not done in {deadline_s:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
     if not answer:
-        raise Failed(f"the process that looked at it ended with status {process.returncode}")
+        ended = f"{what} failed: its process ended with status {process.returncode}"
+        raise Failed(f"{ended}: {last}" if (last := _last_line(errors)) else ended)
     error, result = pickle.loads(answer)
     if error is not None:
         raise error
     return result
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_BYTES))
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][-MAX_BYTES:] if lines else ""
 
 
 def _main() -> None:
