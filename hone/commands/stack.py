@@ -42,7 +42,7 @@ def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.tabl
 
 # --- the page ------------------------------------------------------------------------------------
 
-VIEW = "services.orchestrator.page.view"
+VIEW = "services.orchestrator.extensions.page.view"
 
 
 @command

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,30 @@ def test_rooms_of_the_orchestrator_import_only_rooms_below() -> None:
 def test_the_picture_of_the_rooms_is_as_the_code_is() -> None:
     page = pages.ARCHITECTURE.read_text()
     assert pages.draw_rooms(page) == page, "run `make docs`"
+
+
+def test_a_module_that_is_named_in_a_string_exists() -> None:
+    """`python -m`, a module imported by its name, and a class that vLLM loads."""
+    named = re.compile(r"(?:services|shared|hone|deploy)(?:\.\w+)+")
+    missing = []
+    for part in ("services", "shared", "hone", "deploy", "bench"):
+        for file in (ROOT / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                    continue
+                name = node.value
+                if named.fullmatch(name) and not name.endswith((".py", ".toml", ".lua")):
+                    paths = [
+                        ROOT / each.replace(".", "/") for each in (name, name.rpartition(".")[0])
+                    ]
+                    found = [
+                        one for one in paths if one.is_dir() or one.with_suffix(".py").is_file()
+                    ]
+                    is_class = name.rpartition(".")[2][0].isupper()
+                    missing += (
+                        [] if paths[0] in found or (is_class and found) else [(file.name, name)]
+                    )
+    assert missing == []
 
 
 def test_no_relative_imports() -> None:
