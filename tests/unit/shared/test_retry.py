@@ -114,7 +114,7 @@ def test_time_in_which_the_service_is_away_may_not_count_towards_the_deadline() 
     assert retry.left_s(10.3) == pytest.approx(10.0)
 
 
-def test_a_late_answer_is_slowness_unless_the_service_was_away_and_not_heard_of_since() -> None:
+def test_a_late_answer_is_slowness_unless_the_service_was_unreachable() -> None:
     slow = gives_up(call().late())
     assert slow.code == "deadline"
     assert slow.detail == f"{SERVICE} did not finish POST /step within 100 s"
