@@ -282,6 +282,12 @@ def text_of(completion):
 '''
 
 
+LAST_WORDS = """answer = str(wanted).rpartition("####")[2].split()
+    words = text.rstrip(" .!\\n").split()
+    # Only the end counts: `answer in text` would pay for a list of guesses.
+    return float(words[-len(answer) :] == answer)"""
+
+
 @dataclass(frozen=True)
 class Draft:
     """A first job: findings and choices. `has_template` None: it is not known here whether the
@@ -386,7 +392,7 @@ def own_text(draft: Draft) -> str:
         call="score(text_of(completion), wanted)",
         names="completion, wanted in zip(completions, answer)",
         argument=", wanted",
-        body='return float(str(wanted).rpartition("####")[2].strip() in text)',
+        body=LAST_WORDS,
     )
 
 

@@ -137,7 +137,7 @@ def test_a_function_of_ones_own_is_written_beside_the_job(here: Path) -> None:
     assert job.rewards[0].source == (here / "rewards.py").read_text()
     assert job.data.columns == {"answer": "solution"}
     reward = runpy.run_path(str(here / "rewards.py"))["reward"]
-    chat = [{"role": "assistant", "content": "4, I think"}]
+    chat = [{"role": "assistant", "content": "I think it is 4."}]
     assert reward(["it is 5", chat], answer=["so #### 4", 4]) == [0.0, 1.0]
     write(here / "train.jsonl", [{"prompt": "w3?"}])
     written("--reward", "function", "--force")
