@@ -98,7 +98,7 @@ def _add_submitting(
                 body=known, location=f"/v1/jobs/{known.id}", is_new=False
             )
         await runs.check()
-        checked = await check_job(request.job, checks, store)
+        checked = await check_job(request.job, checks)
         submission = Submission(
             with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
@@ -121,7 +121,7 @@ def _add_submitting(
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        checked = await check_job(request.job, checks, store, showing=True)
+        checked = await check_job(request.job, checks, showing=store)
         job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
@@ -212,7 +212,7 @@ def _add_changing(
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
-        await check_job(job, checks, store, ("settings",))
+        await check_job(job, checks, ("settings",))
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)

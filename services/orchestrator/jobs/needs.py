@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from services.orchestrator.data.sources import files_of
-from services.orchestrator.samplers.discovery import sampler_urls
+from services.orchestrator.samplers.discovery import no_sampler, sampler_urls
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import ANSWERS_WITHIN_S, RunsDirCheck
@@ -88,10 +88,7 @@ class Dependencies:
         )
         rollout = None if None in samplers else "; ".join(filter(None, samplers))
         if not samplers:
-            rollout = (
-                f"HONE_ROLLOUT_URL is {settings.rollout_url!r}, and no sampler is registered; "
-                "start one with HONE_ROLLOUT_ADVERTISE_URL. See: hone doctor"
-            )
+            rollout = no_sampler(settings)
         return "; ".join(filter(None, (trainer, rollout, reward, folder))) or None
 
     async def _folder_away(self) -> str | None:

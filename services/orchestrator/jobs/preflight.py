@@ -86,8 +86,8 @@ class Inspection:
 
 @dataclass
 class Preflight:
-    """The checks of `job`: of a submission to `store`, whose slow work `executor` does, also of a
-    dry run (`showing`); or at the start of an attempt at an `accepted` job.
+    """The checks of `job`: of a submission, whose slow work `executor` does, also of a dry run
+    (`showing`: the store of the jobs); or at the start of an attempt at an `accepted` job.
 
     Results are the `data`; `warnings`, which are probable mistakes that are not refused; why a
     model was `not_checked`, and why none on a CPU can serve one; what the rewards give known
@@ -97,8 +97,7 @@ class Preflight:
     settings: Settings
     services: Services
     executor: CheckExecutor
-    showing: bool = False
-    store: Store | None = None
+    showing: Store | None = None
     accepted: AcceptedData | None = None
     data: Inspection = field(default_factory=Inspection)
     warnings: list[str] = field(default_factory=list[str])
@@ -126,17 +125,16 @@ class Preflight:
 async def check_job(
     job: Job,
     executor: CheckExecutor,
-    store: Store,
     needs: Sequence[CheckNeeds] = ("settings", "data", "services"),
     *,
-    showing: bool = False,
+    showing: Store | None = None,
 ) -> Preflight:
     """Returns the results of the checks of a submission with these `needs`; of a dry run, if
     `showing`."""
     own = executor.settings.per_trainer[0]
     services = Services.of(Caller(job, own), extensions=executor.extensions)
     try:
-        run = Preflight(job, executor.settings, services, executor, showing, store)
+        run = Preflight(job, executor.settings, services, executor, showing)
         await run.run(*needs)
         return run
     finally:
@@ -228,8 +226,8 @@ async def _check_model(run: Preflight) -> None:
 
 
 async def _check_start(run: Preflight) -> None:
-    if run.store:
-        await check_start(run.store, run.job, run.settings.runs_dir)
+    if run.showing:  # a submission is checked when it is stored (`accept`)
+        await check_start(run.showing, run.job, run.settings.runs_dir)
 
 
 async def _look_for_mistakes(run: Preflight) -> None:
@@ -243,7 +241,7 @@ async def _check_data(run: Preflight) -> None:
         await fetch(source_requests(job, run.settings, accepted.versions).values())
         run.data = await run.executor.in_thread(job, _reload, job, run.settings, accepted)
     else:
-        look = inspect, job, run.settings, run.not_checked, run.showing
+        look = inspect, job, run.settings, run.not_checked, run.showing is not None
         run.data = await run.executor.run(job, *look)
 
 

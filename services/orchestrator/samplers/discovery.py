@@ -42,6 +42,14 @@ async def sampler_urls(
     return tuple(dict.fromkeys(url.rstrip("/") for urls in found for url in urls))
 
 
+def no_sampler(settings: Settings) -> str:
+    """Returns the sentence about an orchestrator without a sampler."""
+    return (
+        f"HONE_ROLLOUT_URL is {settings.rollout_url!r}, and no sampler is registered; start one "
+        "with HONE_ROLLOUT_ADVERTISE_URL. See: hone doctor"
+    )
+
+
 def is_one_host(places: Sequence[str]) -> bool:
     """Returns whether all possible samplers are on one host: there is one sampler, or all are on
     this host."""
@@ -66,13 +74,13 @@ class Discovery:
         """Returns the URLs of all samplers, once there is one. Raises Unavailable if none comes,
         and StoreUnavailable while Redis is unreachable."""
         end = time.monotonic() + self._settings.patience_s
-        places = f"HONE_ROLLOUT_URL is {self._settings.rollout_url!r}, which stands for none now"
+        none = no_sampler(self._settings)
         is_said = False
         while not (urls := await self._look()):
             if time.monotonic() > end:
-                raise Unavailable(f"there is no sampler at all: {places}")
+                raise Unavailable(none)
             if not is_said:
-                await tell(f"waiting for a first sampler: {places}", True)
+                await tell(f"waiting for a first sampler: {none}", True)
             is_said = True
             await asyncio.sleep(FIRST_S)
         return urls

@@ -42,6 +42,7 @@ by then. Also the seconds between two searches for such folders."""
 async def accept(store: Store, submission: Submission) -> JobRecord:
     """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
     be written. The folder is removed unless Redis has the job, or may have it."""
+    await check_start(store, submission.job, submission.runs_dir)
     await _check_own(store, submission)
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(

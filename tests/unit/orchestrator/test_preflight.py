@@ -49,7 +49,7 @@ async def test_a_submission_is_refused_by_what_is_wrong_and_sent_again_for_the_r
 
 async def test_at_the_start_of_an_attempt_every_failed_check_is_decided_as_one() -> None:
     run = preflight(error := Unavailable("no answer", code="deadline"))
-    run.accepted = AcceptedData({}, History([]))
+    run.accepted = AcceptedData({}, History())
     with pytest.raises(CheckFailed) as raised:
         await run.run("services")
     assert (raised.value.needs, raised.value.cause) == ("services", error)

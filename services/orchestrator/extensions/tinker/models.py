@@ -106,7 +106,7 @@ class Models:
         record = await complete_submission(self._store, job, key)
         if record is None:
             await self._writable.check()
-            run = await check_job(job, self._checks, self._store)
+            run = await check_job(job, self._checks)
             submission = Submission(
                 job,
                 self._settings.runs_dir,
