@@ -193,7 +193,7 @@ async def test_work_that_is_cancelled_from_within_pauses_the_job_and_not_the_wor
         )
         job_id = (await stack.submit()).id
         paused = await stack.until(job_id, "paused", "failed")
-    assert paused.error is not None and "its work was cancelled" in paused.error
+    assert paused.error is not None and "cancelled the job's work" in paused.error
     await stack.post(f"{job_id}/resume")
     assert (await stack.until(job_id)).status == "succeeded"
 

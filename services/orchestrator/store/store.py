@@ -224,10 +224,11 @@ class Store(WorkerSide, Lists):
             )
         return await self.state(job_id)
 
-    async def pause(self, job_id: str) -> JobState:
+    async def pause(self, job_id: str, why: str = "") -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
-        Pausing again changes nothing. Raises Conflict if the job has ended."""
-        before = await self._call("pause", id=_known(job_id))
+        `why` is the error that is shown if it is paused now; without one it was requested. Pausing
+        again changes nothing. Raises Conflict if the job has ended."""
+        before = await self._call("pause", id=_known(job_id), why=why)
         if before in TERMINAL:
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"
