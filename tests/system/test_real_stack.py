@@ -291,7 +291,7 @@ def test_held_out_accuracy_is_what_plain_transformers_comes_to(
             row["prompt"], add_generation_prompt=True, return_tensors="pt"
         )
         with torch.no_grad():
-            ids = network.generate(**asked, max_new_tokens=10, do_sample=False)[0]
+            ids = network.generate(**asked, max_new_tokens=24, do_sample=False)[0]
         texts.append(tokenizer.decode(ids[asked["input_ids"].shape[1] :], skip_special_tokens=True))
     numbers = [re.findall(r"\d+", text) for text in texts]
     right = [
