@@ -24,7 +24,7 @@ LINES = {
     "services/orchestrator/store": 3_050,
     "services/reward": 15_050,
     "services/rollout": 5_650,
-    "services/trainer": 10_100,
+    "services/trainer": 9_950,
     "bench": 3_900,
     "deploy": 4_600,
 }
