@@ -16,7 +16,7 @@ def sums(completions, answer, **_):
 
 
 def last_number(text):
-    """Returns the last number of a text as it is written. None if there is none, or if it is part
+    """Returns the last number of a text as written. None if there is none, or if it is part
     of a word or a term of an expression: the answer of "0 + 17" is not 17."""
     found = list(NUMBER.finditer(text))
     if not found:
@@ -29,7 +29,7 @@ def last_number(text):
 
 def reverse(completions, answer, **_):
     """The similarity of a completion to the reversed text, from 0 to 1: difflib's ratio, twice the
-    characters in matching blocks to those of both texts."""
+    characters in matching blocks to the characters of both texts."""
     pairs = zip(texts(completions), answer, strict=True)
     return [SequenceMatcher(None, text.strip(), right).ratio() for text, right in pairs]
 

@@ -1,4 +1,4 @@
-"""Learning curves of Hone beside those of TRL's `GRPOTrainer`: the same real model, three tasks.
+"""Learning curves of Hone and of TRL's `GRPOTrainer`: the same real model, three tasks.
 
     python -m bench.curves [--tasks sums,reverse,json] [--seeds 0,1,2] [--sides hone,trl]
     python -m bench.curves --times [--turn-steps 3] [--repeats 3]

@@ -224,14 +224,14 @@ class Settings(Documented):
     deadlines."""
 
     patience_s: float = Field(default=90.0, gt=0)
-    """Seconds without a break that a service may be away (unreachable, or answering 503) before a
-    call to it fails. Long enough for a restart. A running job then waits until the service is back,
-    and loads its model again."""
+    """Seconds without a break that a service may be unavailable (unreachable, or answering 503)
+    before a call to it fails. Long enough for a restart. A running job then waits until the service
+    is back, and loads its model again."""
 
     wait_limit_s: float | None = Field(default=None, gt=0)
     """Seconds that a running job waits for a missing service, its data or the folder of runs before
-    it pauses; it keeps its trainer meanwhile. None: it waits as long as it takes, and continues by
-    itself."""
+    it pauses; it keeps its trainer meanwhile. None: it waits as long as it takes, and continues
+    automatically."""
 
     replica_patience_s: float = Field(default=3.0, gt=0)
     """`patience_s` for one sampler of several; another sampler then samples its groups. Long enough
@@ -239,7 +239,7 @@ class Settings(Documented):
 
     hedge_s: float = Field(default=300.0, gt=0)
     """Seconds that a group is under way before another sampler is asked for it too, if one has
-    room: the first answer counts. Well above what a group usually takes, as it is sampled twice."""
+    room: the first answer counts. Well above what a group usually takes: it is sampled twice."""
 
     generate_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for sampling one group, from when a sampler is asked. A completion that is not done

@@ -34,7 +34,7 @@ FETCHED = re.compile(
     r"<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=[\"']((?:https?:)?//[^\"']+)"
     r"|(?:url\(|@import )[\"']?((?:https?:)?//[^\"')]+)"
 )
-"""What a browser loads by itself."""
+"""What a browser loads automatically."""
 
 
 def stage() -> None:

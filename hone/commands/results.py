@@ -75,8 +75,8 @@ def regrade(
 ) -> None:
     """Grade a job's stored rollouts by other rewards.
 
-    Shows how many rewards would change, and how many advantages their sign. The job stays as it
-    is."""
+    Shows how many rewards would change, and how many advantages their sign. The job is
+    unchanged."""
     first, last = steps_of(step)
     rewards = load_job(reward, REWARDS_ONLY).rewards
     with connect() as client:

@@ -62,7 +62,7 @@ def _check_no_secret(table: Mapping[str, Any]) -> None:
     if what := next((what for what, value in held.items() if value in source), None):
         raise BadRequest(
             f"the source of the reward {table['function']!r}, with what it closes over, has "
-            f"{what}; expected no secret: a job is stored as it is, and shown to all who may read "
+            f"{what}; expected no secret: a job is stored unchanged, and shown to all who may read "
             "it. A grader that asks a model takes its key from the services' settings"
         )
 

@@ -212,7 +212,7 @@ def _model(model: Any, processing_class: Any) -> str:
     if processing_class is not None and own != str(model):
         raise BadRequest(
             f"processing_class is {elide(own or processing_class)}; expected the tokenizer of "
-            f"{str(model)!r}, which the job takes by itself"
+            f"{str(model)!r}, which the job takes automatically"
         )
     return str(model)
 

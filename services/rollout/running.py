@@ -151,7 +151,7 @@ def taken(asker: GenerateRequest) -> Conflict:
 
 def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> Conflict:
     have = (
-        f"those of attempt {serving.attempt}, epoch {serving.epoch} of job {serving.job_id!r}"
+        f"the weights of attempt {serving.attempt}, epoch {serving.epoch} of job {serving.job_id!r}"
         if serving.job_id
         else "no job's"
     )

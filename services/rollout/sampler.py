@@ -350,7 +350,7 @@ class Sampler:
             self._keep_holders(asker.job_id)
 
     def _keep_holders(self, job_id: str | None = None) -> None:
-        """Forgets the versions of attempts that may not use the sampler any more; those of the job
+        """Forgets the versions of attempts that may not use the sampler any more; the job's own
         stay until it has others."""
         if self._running:
             self._running.keep(

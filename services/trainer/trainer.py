@@ -330,7 +330,7 @@ class Trainer:
             return save_checkpoint(self._ranks, loaded, path, request, self._runs)
 
     def state(self, loaded: LoadedJob | None = None) -> TrainerState:
-        """Returns this trainer's state, with that of a job, by default of the job whose turn it is.
+        """Returns this trainer's state, with a job's state, by default of the job whose turn it is.
         Safe to call from another thread."""
         loaded = loaded or self._turns.current
         past = {

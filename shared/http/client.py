@@ -58,9 +58,9 @@ M = TypeVar("M", bound=BaseModel)
 
 class Client:
     """Calls one service, which errors call `name`. `binary` sends and asks for msgpack instead of
-    JSON. A call fails once the service was away (unreachable, or answering 503) for `patience_s`
-    seconds without a break, even if its deadline is later. `tell` is called when the service has
-    been away for some seconds, and when it is back. `headers` go with every request."""
+    JSON. A call fails once the service was unavailable (unreachable, or answering 503) for
+    `patience_s` seconds without a break, even if its deadline is later. `tell` is called when the
+    service has been away for some seconds, and when it is back. `headers` go with every request."""
 
     def __init__(
         self,

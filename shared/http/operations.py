@@ -143,13 +143,13 @@ class DrainState:
 
     def error(self) -> Unavailable:
         return Unavailable(
-            f"the {self._name} service is shutting down; ask the one that follows it",
+            f"the {self._name} service is shutting down; ask its successor",
             code="draining",
         )
 
     def ends_stream(self, task: asyncio.Task[Any]) -> None:
-        """Cancels the task when draining begins. The task answers a stream that would never end by
-        itself."""
+        """Cancels the task when draining begins. The task answers a stream that would never end on
+        its own."""
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
 

@@ -209,7 +209,7 @@ class Holders:
         return attempt < self._newest
 
     def take(self, fence: Fence, beside: Iterable[int] = ()) -> None:
-        """Lets a caller in that is not stale, and those that it names `beside` itself. A new
+        """Lets a caller in that is not stale, and the attempts that it names `beside` itself. A new
         attempt supersedes all others."""
         attempt, epoch = fence
         if attempt not in self._epochs:

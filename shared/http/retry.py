@@ -47,9 +47,9 @@ class GiveUp:
 class Retry:
     """One call of `request` (such as "POST /score") to `service`, begun at `now`.
 
-    It has `deadline_s` seconds. It is given up once the service was away (unreachable, or answering
-    503) for `patience_s` seconds without a break. Without `counts_away` the time in which the
-    service is away does not count towards the deadline.
+    It has `deadline_s` seconds. It is given up once the service was unavailable (unreachable, or
+    answering 503) for `patience_s` seconds without a break. Without `counts_away` the time in which
+    the service is unavailable does not count towards the deadline.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def _check_credit(job: Job) -> None:
         )
     if not job.rewards:
         raise ValueError(
-            f"{got} and there are no [[rewards]], and a teacher rewards each token by itself; "
+            f"{got} and there are no [[rewards]], and a teacher rewards each token alone; "
             'expected credit "episode", or [[rewards]]'
         )
     if job.advantages.combine != "sum_then_normalize":

@@ -70,7 +70,7 @@ class DataSpec(Section):
 
     template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
     """How a row becomes a prompt: a Jinja template over its columns, whose text goes to the model
-    as it is. None: `messages` make the prompt; without these the prompt is the column `prompt`,
+    unchanged. None: `messages` make the prompt; without these the prompt is the column `prompt`,
     text or a list of chat messages (`role`, `content`)."""
 
     messages: tuple[TemplateMessage, ...] | None = Field(default=None, min_length=1)

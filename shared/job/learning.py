@@ -45,7 +45,7 @@ class AdvantageSpec(Section):
     Equations are in services/orchestrator/grpo/advantages.py."""
 
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """What a reward counts for the turn before the one that earned it, 0 to 1, with `credit` by
+    """What a reward counts for the turn before the turn that earned it, 0 to 1, with `credit` by
     turns. 1: as much, so every turn is credited with all that came after it. 0: a turn is credited
     with its own reward alone."""
 
@@ -73,7 +73,7 @@ class TrainingSpec(Section):
     start_from: str | None = Field(default=None, min_length=1, max_length=4096)
     """A checkpoint of another job, by its full path below `HONE_RUNS_DIR` (`hone checkpoints`
     lists them), whose trained weights this job begins with: of the same base model, and with an
-    adapter of the same rank, alpha and layers if there is one. None: the model as it is. `beta`
+    adapter of the same rank, alpha and layers if there is one. None: the model alone. `beta`
     and `dpo_beta` measure from `model` in any case."""
 
     start_optimizer: bool = False

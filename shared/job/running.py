@@ -27,8 +27,8 @@ class MemorySpec(Section):
 
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens in one forward and backward pass of a rank. Padding counts, and a shared prefix
-    counts once. The trainer halves it when memory runs out. A longer sequence is a pass by
-    itself."""
+    counts once. The trainer halves it when memory runs out. A longer sequence is a pass of
+    its own."""
 
     chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time, for a part of the vocabulary, in float32."""

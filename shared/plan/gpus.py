@@ -225,7 +225,7 @@ def _text(path: Path) -> str:
 
 
 BFLOAT16_FACTORS = {"amx_bf16": 8.0, "avx512_bf16": 2.0, "avx512f": 0.4, "": 0.2}
-"""Products of bfloat16 to those of float32, by the first of these flags in /proc/cpuinfo.
+"""Speed of products in bfloat16 to float32, by the first of these flags in /proc/cpuinfo.
 
 amx_bf16: a tile product is 16 times AVX-512's float32 (Intel's optimization manual, chapter 20);
 half of that is assumed. avx512_bf16: VDPBF16PS multiplies twice as many pairs; 2.1 measured by
@@ -285,8 +285,8 @@ def _reason(error: Exception) -> str:
 def with_rates(
     gpu: Gpu, found: CoreRates, num_cores: int | None = None, flags: str | None = None
 ) -> Gpu:
-    """Returns the CPU with a machine's rates: those of this machine's cores and flags, unless
-    given."""
+    """Returns the CPU with a machine's rates: by default of this machine's cores and
+    flags."""
     float32 = found.float32_tflops * (num_cores or count_cores())
     known = set((_text(CPUINFO) if flags is None else flags).split())
     factor = next(value for flag, value in BFLOAT16_FACTORS.items() if not flag or flag in known)

@@ -339,7 +339,7 @@ def _changed(needs: PlanInput, chosen: Sequence[Remedy]) -> Iterator[Job]:
 
 
 def enough_gpus(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[str, ...]:
-    """Returns GPUs that fit the job as it is: more GPUs of the planned kind, and the smallest
+    """Returns GPUs that fit the job unchanged: more GPUs of the planned kind, and the smallest
     single GPU."""
     given = pools[0]
     more = [GpuGroup(count, given.gpu) for count in COUNTS if count > given.count]

@@ -123,7 +123,7 @@ class Plan(Wire):
     """A job's needs on `gpus`, from arithmetic alone. `placement` is the fastest placement that
     fits; if none fits, the placement that lacks the least memory. `changes` together make the job
     fit; empty if it fits already, or if no combination is enough. On the GPUs in `enough` the job
-    fits as it is. `others` are the placements that were not chosen. `notes` say what is unknown or
+    fits unchanged. `others` are the placements that were not chosen. `notes` say what is unknown or
     assumed."""
 
     model: str

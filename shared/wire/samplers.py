@@ -38,7 +38,7 @@ class ModelRequest(EngineSpec, Fencing):
     itself and its fence, and older fences are refused from then on; a request by hand names no job.
 
     `own_weights`: the weights in the model's folder serve the job, as version 0; it loads no
-    others. `keep_prefixes`: new weights leave the cache as it is, see `SamplingSpec`. The attempts
+    others. `keep_prefixes`: new weights leave the cache alone, see `SamplingSpec`. The attempts
     of `beside` are not superseded: their adapters continue serving."""
 
     job_id: JobId | None = None

@@ -426,7 +426,7 @@ async def test_a_model_that_rests_makes_room_and_comes_back(
     second = await created(stack, "t")
     await result(stack, await post(stack, "forward_backward", call(second, 1, (3, 4))))
     waiting = await stack.get(first)
-    assert waiting.status == "paused" and (waiting.error or "").startswith("put away: its program")
+    assert waiting.status == "paused" and (waiting.error or "").startswith("preempted: its program")
     assert waiting.pause_reason == "preempted" and "hone resume" not in (waiting.error or "")
     done = await post(stack, "optim_step", {"model_id": first, "seq_id": 2, **ADAM})
     assert (await result(stack, done))["metrics"] == {"grad_norm:mean": 2.0}

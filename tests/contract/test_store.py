@@ -464,6 +464,7 @@ async def test_a_paused_job_has_the_code_of_its_reason_until_it_is_resumed(store
     ("error", "reason"),
     [
         ("paused on request", "requested"),
+        ("preempted: its program sent nothing for 10 s", "preempted"),
         ("put away: its program sent nothing for 10 s", "preempted"),
         ("the disk is full", "error"),
     ],

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 
 from services.orchestrator.app import create_service
@@ -68,7 +69,7 @@ FEW_STEPS = 25
 class Stack(HoneStack):
     """`processes`: those that it was seen to have."""
 
-    processes: set[int] = field(default_factory=set[int])
+    processes: set[psutil.Process] = field(default_factory=set[psutil.Process])
 
     def job(self, **changes: Any) -> Job:
         from shared.job.file import load_job
@@ -82,14 +83,10 @@ class Stack(HoneStack):
         return Job.model_validate(job.model_dump() | changes)
 
 
-def descendants(pid: int) -> set[int]:
-    """Every process below `pid`, by the kernel's own list."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            for child in map(int, (task / "children").read_text().split()):
-                found |= {child} | descendants(child)
-    return found
+def processes_of(launcher: int) -> set[psutil.Process]:
+    """The launcher and every process below it."""
+    own = psutil.Process(launcher)
+    return {own, *own.children(recursive=True)}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +109,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             "what a killed stack left in memory stays there"
         )
         assert folder / ".hone" in owners_of_shared_memory()
-        stack.processes = {stack.launcher} | descendants(stack.launcher)
+        stack.processes = processes_of(stack.launcher)
         yield stack
 
 
@@ -251,7 +248,7 @@ def test_a_browser_follows_a_job_through_the_death_of_the_orchestrator(
         page.wait_for_url(re.compile("#/jobs/.+"))
         job = page.url.rpartition("/")[2]
         until(page, "/[2-9]\\/12/.test(document.querySelector('.job-head')?.textContent)", 120)
-        os.kill(pid_of(stack, b"services.orchestrator"), signal.SIGKILL)
+        os.kill(pid_of(stack, "services.orchestrator"), signal.SIGKILL)
         page.get_by_text("the connection is lost").wait_for()
         page.locator(".job-head").get_by_text("succeeded").wait_for(timeout=240_000)
         assert page.evaluate("performance.getEntriesByType('navigation').length") == 1
@@ -277,12 +274,12 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
-def pid_of(stack: Stack, module: bytes) -> int:
+def pid_of(stack: Stack, module: str) -> int:
     """Returns the process of the stack that runs the module itself."""
-    for pid in sorted(descendants(stack.launcher)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if module in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                return pid
+    for process in sorted(processes_of(stack.launcher), key=lambda one: one.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if module in process.cmdline():
+                return process.pid
     raise AssertionError(f"no process of the stack runs {module!r}")
 
 
@@ -535,7 +532,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     next(line for line in follow.stdout if f"/{steps}  reward" in line)
     kill_a_trainer_rank(stack)
     rest = follow.communicate(timeout=400)[0]
-    stack.processes |= descendants(stack.launcher)
+    stack.processes |= processes_of(stack.launcher)
     ended = json.loads(stack.hone("get", record["id"], "-o", "json"))
     assert (ended["status"], ended["step"]) == ("succeeded", steps), rest
     assert ended["recoveries"] >= 1, rest
@@ -563,18 +560,13 @@ def start_following(stack: Stack, job_id: str) -> subprocess.Popen[str]:
 
 def kill_a_trainer_rank(stack: Stack) -> None:
     """Kill -9 of the last process, which serves no HTTP."""
-    ranks: list[int] = []
-    for pid in sorted(descendants(stack.launcher)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"services.trainer.processes.ranks" in Path(
-                f"/proc/{pid}/cmdline"
-            ).read_bytes() and is_rank(pid):
-                ranks.append(pid)
-    os.kill(ranks[-1], signal.SIGKILL)
-
-
-def is_rank(pid: int) -> bool:
-    return b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    ranks: list[psutil.Process] = []
+    for process in processes_of(stack.launcher):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            named = "services.trainer.processes.ranks" in process.cmdline()
+            if named and "LOCAL_RANK" in process.environ():
+                ranks.append(process)
+    max(ranks, key=lambda rank: rank.pid).kill()
 
 
 @pytest.mark.soak
@@ -766,7 +758,8 @@ def test_an_openai_client_trains_a_model_and_calls_it_by_its_name(stack: Stack) 
 def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
     """The last test on this stack: it stops it."""
     assert stack.hone("down").strip() == "stopped"
-    assert not [pid for pid in stack.processes if lives(pid)]
+    _, left = psutil.wait_procs(stack.processes, timeout=1)
+    assert not [process for process in left if lives(process.pid)]
     assert "no stack runs" in stack.hone("down")
     assert stack.folder / ".hone" not in owners_of_shared_memory()
 

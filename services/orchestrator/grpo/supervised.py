@@ -152,7 +152,7 @@ def _answer(value: Any, content: Content, at: str) -> Answer:
     before = messages[:-1]
     if before and (isinstance(content, str) or list(content[-len(before) :]) != before):
         raise BadRow(
-            f"{at}: its messages before the answer are not those of the prompt; expected the "
+            f"{at}: its messages before the answer differ from the prompt's; expected the "
             "prompt's messages and then the answer, or the answer alone"
         )
     return str(last.get("content") or "") if isinstance(content, str) else last

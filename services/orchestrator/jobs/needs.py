@@ -41,7 +41,7 @@ orchestrator has them."""
 class Dependencies:
     """The needs of all jobs of one trainer. `settings` name the trainer and its samplers; leases
     are on `trainer` and `samplers`. `name` is the trainer's name with this host's. `missing` says
-    which of the needs was away at the last look, None if none was."""
+    which of the needs was missing at the last look, None if none was."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings

@@ -218,7 +218,9 @@ def prompt_lengths(job: Job, settings: Settings) -> PromptLengths:
         return PromptLengths(why_not="the job's groups are sampled elsewhere")
     if job.data.train is not None and is_on_hub(job.data.train):
         name = job.data.train
-        return PromptLengths(why_not=f"a dry run counts those of {name!r}, on the Hugging Face Hub")
+        return PromptLengths(
+            why_not=f"a dry run counts the tokens of {name!r}, on the Hugging Face Hub"
+        )
     data = job.data.model_copy(update={"eval": None})
     trained = job.model_copy(update={"data": data, "evaluation": EvaluationSpec()})
     try:

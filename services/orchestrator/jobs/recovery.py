@@ -43,7 +43,7 @@ LOOK_AT_LOADING_S = 2.0
 
 class Recovery:
     """Loads the job of one attempt, which its lease says is number `tries` in a row without a new
-    step. `furthest` is the last new step. `needs` are those of the job's trainer."""
+    step. `furthest` is the last new step. `needs` are the needs of the job's trainer."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Recovery:
 
     async def _decide(self, error: Exception) -> Decision:
         if _is_folder_gone(error) and (away := await self._needs.look()):
-            error = Unavailable(away)  # all run folders may be away
+            error = Unavailable(away)  # all run folders may be unreachable
         return decide(error, self._in_a_row)
 
     async def _recover(self, decision: Decision) -> Outcome | None:

@@ -223,8 +223,8 @@ class Worker:
             await asyncio.sleep(REGISTER_TRAINER_S)
 
     async def _give_back(self) -> None:
-        """Gives back the lease of work that was stopped while Redis was away, so that the job need
-        not wait until it expires."""
+        """Gives back the lease of work that was stopped while Redis was unreachable, so that the
+        job need not wait until it expires."""
         if self._lease:
             with contextlib.suppress(LeaseLost):
                 await self._store.halt(self._lease, None)

@@ -154,7 +154,8 @@ class Pool:
         return any(other is not sampler for other in self.up())
 
     def _patience_s(self, sampler: Sampler) -> float:
-        """Returns how long it may be away: shortly where another sampler could do its work."""
+        """Returns how long it may be unreachable: shortly where another sampler could do its
+        work."""
         settings = self._settings
         return settings.replica_patience_s if self._others(sampler) else settings.patience_s
 
@@ -333,7 +334,7 @@ class Pool:
 
     def _new(self, url: str, *, alone: bool) -> Sampler:
         """Returns a sampler that was not asked yet. Of several, the pool says itself which is
-        away."""
+        unreachable."""
         tell = self._tell if alone else no_notify
         sampler = Sampler(
             client_to("rollout", url, self._settings, tell, self._headers), self._length

@@ -131,11 +131,11 @@ class PendingCalls:
 
 @dataclass
 class Caller:
-    """An attempt at a job, as it calls its services. Requests name job, attempt and epoch; those of
-    an older epoch are refused or never joined. `tell` reports to the job's events. `identity` names
-    the orchestrator's Redis, by which trainer and samplers know whose job it is. `beside` are the
-    attempts with which trainer and samplers are shared, and `weight` is the share of the trainer
-    that the job has, with the other jobs of its API `key`."""
+    """An attempt at a job, as it calls its services. Requests name job, attempt and epoch; requests
+    of an older epoch are refused or never joined. `tell` reports to the job's events. `identity`
+    names the orchestrator's Redis, by which trainer and samplers know whose job it is. `beside` are
+    the attempts with which trainer and samplers are shared, and `weight` is the share of the
+    trainer that the job has, with the other jobs of its API `key`."""
 
     job: Job
     settings: Settings

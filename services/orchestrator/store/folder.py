@@ -183,7 +183,7 @@ class RunFolder:
 
     def _make(self, data: Mapping[str, str], redis: str | None) -> None:
         if not self.path.is_dir():
-            self.path.mkdir(exist_ok=True)  # not its parents: their volume may be away
+            self.path.mkdir(exist_ok=True)  # not its parents: their volume may be unreachable
             disk.flush(self.path.parent)
         disk.write_file(self.path / "data.json", json.dumps(dict(data)).encode())
         if redis:
@@ -318,8 +318,8 @@ class RunFolder:
 
     def write_held_out(self, name: str, step: int, rollouts: Sequence[GradedRollout]) -> None:
         """Stores completions of the evaluation of the held-out set `name` ("": `data.eval`) by the
-        weights of `step`, those of a problem in a row. Replaces those of an earlier attempt. No run
-        depends on them."""
+        weights of `step`, each problem's in a row. Replaces the completions of an earlier attempt.
+        No run depends on them."""
         path = self._held_out_path(name, step)
         rollouts = [
             each.model_copy(update={"prompt": ""}) if _same_prompt(each, before) else each
@@ -421,8 +421,8 @@ class RunFolder:
         return sorted({step for step, _ in self._batch_files()})
 
     def prune_batches(self, first_step: int) -> None:
-        """Removes the batches of steps before `first_step`, and held-out completions except those
-        of step 0, with which later ones are compared."""
+        """Removes the batches of steps before `first_step`, and held-out completions except step
+        0's, with which later ones are compared."""
         with self._writing():
             for step, path in self._held_out_files():
                 if 0 < step < first_step:

@@ -104,7 +104,7 @@ async def _beat_until(
         try:
             async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
                 asked = await beat(lease)
-            # The report of an answer goes to Redis, which may be away again: no beat is sent then.
+            # The answer is reported to Redis, which may be unreachable again: no beat is sent then.
             with contextlib.suppress(TimeoutError, StoreUnavailable):
                 async with asyncio.timeout(lease.lease_s * TIMEOUT):
                     await redis.heard()

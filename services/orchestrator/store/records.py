@@ -164,7 +164,7 @@ def _reason_of(error: str) -> PauseReason:
     """Returns the code of a pause that an older version stored as a sentence only."""
     if error == "paused on request":
         return "requested"
-    return "preempted" if error.startswith("put away") else "error"
+    return "preempted" if error.startswith(("preempted:", "put away")) else "error"
 
 
 def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Returns text as it is, anything else as JSON, or as `str` shows it where JSON has no such
+    """Returns text unchanged, anything else as JSON, or as `str` shows it where JSON has no such
     value."""
     if isinstance(value, str):
         return value

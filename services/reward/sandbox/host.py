@@ -135,7 +135,7 @@ class Groups:
     def bounded(self) -> str:
         """Returns how memory and CPU time are limited, in words."""
         return (
-            f"each process by itself ({self.problem})"
+            f"each process alone ({self.problem})"
             if self.problem
             else f"whole programs, by cgroups of version {self._version}"
         )
@@ -250,7 +250,7 @@ def shown_packages() -> dict[str, str]:
 
 
 def package_paths() -> list[str]:
-    """Returns what goes on `sys.path` to import the packages: inside a slot, and without
+    """Returns the entries of `sys.path` to import the packages: inside a slot, and without
     isolation."""
     return [*shown_packages().values(), *package_folders()]
 

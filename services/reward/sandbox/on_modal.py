@@ -170,7 +170,7 @@ class ModalSandbox(Sandbox):
             yield container
         finally:
             with contextlib.suppress(self._modal.exception.Error):
-                await container.terminate.aio()  # it may have ended by itself
+                await container.terminate.aio()  # it may have ended already
 
     async def _converse(self, container: Any, request: ExecuteRequest) -> list[str]:
         """Returns the lines of the answer, fewer than two if the container went silent after its

@@ -176,7 +176,7 @@ def load_tokenizer(spec: EngineSpec) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(spec.model, revision=spec.revision)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if model_folder(spec.model) is None:
-            raise  # the hub may be away
+            raise  # the hub may be unreachable
         raise BadRequest(
             f"the tokenizer in {spec.model!r} cannot be loaded: {type(error).__name__}: {error}; "
             f"{EXPECTED}"

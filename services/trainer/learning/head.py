@@ -102,6 +102,10 @@ class CandidateTokens:
         logits_CV.masked_fill_(out_CV[:, :width], LOWEST)
 
 
+Kept = CandidateTokens
+"""The name by which measurement scripts outside the repository import it."""
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a host tensor on the device. A GPU copies it from pinned memory, so that the host
     does not wait for the copy."""

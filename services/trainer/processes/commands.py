@@ -98,7 +98,7 @@ class Inbox:
 
     def fail(self, error: HoneError) -> None:
         """Answers the command under way with `error`. Any thread may call it that knows that the
-        command will not end by itself."""
+        command will not end on its own."""
         if self._current is not None and not self._current.answer.done():
             self._current.answer.set_exception(error)
 

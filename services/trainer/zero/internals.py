@@ -315,7 +315,7 @@ def masters_to_weights(zero: Any) -> None:
 
 @torch.no_grad()
 def begin_anew(zero: Any) -> None:
-    """Makes the optimizer that of the model's present weights before its first step, at ZeRO-0 to
+    """Gives the optimizer the model's present weights before its first step, at ZeRO-0 to
     2: masters are the weights, and moments are zero."""
     weights = {name: p for name, p in zero.module.named_parameters() if p.requires_grad}
     for each in fragments(zero):

@@ -497,7 +497,7 @@ class Updater:
 
     def _out_of_memory(self, error: Exception, progress: Progress) -> Exception:
         """Returns the error that says what to do, after making all as it was if this rank can.
-        Raises another error than one of memory as it is."""
+        Raises any error that is not one of memory unchanged."""
         if not is_out_of_memory(error):
             raise error
         there_is = usage(self.device)

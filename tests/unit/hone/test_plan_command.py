@@ -94,7 +94,7 @@ def test_the_prompts_of_the_data_are_counted(
     assert "the longest of all 3 prompts has 7 tokens" in found["notes"]
     found = json.loads(run(job_file, "--gpus", "cpu", "-o", "json"))
     (note,) = (note for note in found["notes"] if "taken to be of 512 tokens" in note)
-    assert note.endswith(": a dry run counts those of 'x', on the Hugging Face Hub")
+    assert note.endswith(": a dry run counts the tokens of 'x', on the Hugging Face Hub")
 
 
 def test_prompts_longer_than_the_model_holds_are_refused(job_file: Path) -> None:

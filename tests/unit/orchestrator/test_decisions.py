@@ -160,5 +160,5 @@ def test_a_pause_names_its_remedy() -> None:
     )
     refused = decide(BadRequest("413 Request Entity Too Large", code="foreign")).why
     assert "a proxy, or another program" in refused
-    assert decide(Preempted("put away: another job waits")).why == "put away: another job waits"
+    assert decide(Preempted("preempted: another job waits")).why == "preempted: another job waits"
     assert all(rule.remedy for rule in RULES if rule.kind is not Preempted)

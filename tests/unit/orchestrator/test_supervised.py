@@ -160,7 +160,7 @@ def test_a_data_set_of_two_chats_and_no_prompt_teaches_preferences() -> None:
         ({"prompt": "1?", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are both 'b'"),
         (
             {"prompt": ASKED, "chosen": "b", "rejected": [CHAT[2], CHAT[3]]},
-            "column 'rejected': its messages before the answer are not those of the prompt",
+            "column 'rejected': its messages before the answer differ from the prompt's",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_group_that_is_not_the_services_own_is_left_alone_and_that_is_said(
 ) -> None:
     groups = version_2(tmp_path, holds=holds, controllers=controllers)
     assert groups.make() is None
-    assert groups.bounded.startswith("each process by itself (")
+    assert groups.bounded.startswith("each process alone (")
     assert re.search(why, groups.bounded)
     assert not (tmp_path / "own/hone-service").exists()
 

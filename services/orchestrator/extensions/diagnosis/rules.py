@@ -116,8 +116,8 @@ def below(threshold: float) -> Holds:
 class Rule:
     """Finds that `holds` is true of the median of a metric's last `window` steps, in a run with at
     least `min_steps` of them and for which `when` is true. `metric` may be a function that makes
-    the series. It is a problem if the median is `problem_from` or more. The sentences are those of
-    the first of `cases` that is true, else `name`; their values are the reading `m`, its `job`,
+    the series. It is a problem if the median is `problem_from` or more. The sentences come from the
+    first of `cases` that is true, else `name`; their values are the reading `m`, its `job`,
     and `values`. `also` is further evidence: metrics, or what a function returns."""
 
     name: str

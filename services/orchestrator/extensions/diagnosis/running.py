@@ -163,7 +163,7 @@ samplers_wait = Rule(
 
 
 def sampler_idle(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields those of several samplers that get hardly any groups."""
+    """Yields the samplers, of several, that get hardly any groups."""
     batch = run.newest
     names = {each["replica"] for each in run.syncs[-1]["samplers"]} if run.syncs else set[str]()
     counts = Counter(group.replica for group in batch.groups) if batch else Counter[str]()

@@ -109,7 +109,7 @@ no_signal = Rule(
 
 
 def reward_constant(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields those of several rewards that have never varied."""
+    """Yields the rewards, of several, that have never varied."""
     if len(run.job.rewards) < 2:
         return  # then no group has signal, which is said by `no_signal`
     for reward in run.job.rewards:

@@ -139,7 +139,7 @@ class Conversation:
             self._environment.drop(id)
             raise
         if found.rollouts[0].went_wrong:
-            with contextlib.suppress(HoneError):  # it ends by itself in time
+            with contextlib.suppress(HoneError):  # the server ends it after its own time limit
                 await self._environment.close(id, rewarded=False)
         return found
 

@@ -472,8 +472,8 @@ def _without_metadata(actions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(seen: StepReply) -> str:
-    """Returns what the model reads of an observation: without metadata, and a lone text as it
-    is."""
+    """Returns what the model reads of an observation: without metadata, and a lone text
+    unchanged."""
     fields = {name: value for name, value in seen.observation.items() if name != "metadata"}
     only = [*fields.values()]
     if len(only) == 1 and isinstance(only[0], str):

@@ -57,7 +57,7 @@ export class Run {
     /** @type {any[]} oldest first */
     this.events = [];
     this.doing = "";
-    /** Whether a connection ended by itself and none has taken its place yet. */
+    /** Whether a connection broke and none has taken its place yet. */
     this.isLost = false;
     /** @type {unknown} */
     this.error = null;

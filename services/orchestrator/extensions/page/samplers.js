@@ -25,7 +25,7 @@ export function Services() {
       return html`<li class=${ok ? "ok" : "bad"}><span aria-hidden="true">${ok ? "✓" : "✕"}</span> ${name}: ${visible(detail)}</li>`;
     })}</ul>`}
     <h2>Trainer, samplers, reward service</h2>
-    ${services && html`<div class="scrolls"><table><thead><tr><th>service</th><th>answered</th><th>job</th><th>version</th><th title="of the bytes that it read itself">digest, proven</th><th title="completions under way, of those that it samples at once">queue</th><th title="tokens of the prompts and completions under way, of those that the cache has room for">cache</th><th>memory</th><th>doing</th></tr></thead>
+    ${services && html`<div class="scrolls"><table><thead><tr><th>service</th><th>answered</th><th>job</th><th>version</th><th title="of the bytes that it read itself">digest, proven</th><th title="completions under way, of the most that it samples at once">queue</th><th title="tokens of the prompts and completions under way, of the most that the cache can hold">cache</th><th>memory</th><th>doing</th></tr></thead>
       <tbody>${services.map((one) => html`<${ServiceRow} key=${one.service + one.url} one=${one} />`)}</tbody></table></div>`}
     <p class="hint">A job's page shows how its weights reach each sampler, under “weights”.</p>
     ${samplers.length > 0 && html`<h2>Samplers that registered themselves</h2><div class="scrolls"><table><thead><tr><th>sampler</th><th>address</th><th>job</th><th>version</th><th>last heartbeat</th></tr></thead>

@@ -274,7 +274,7 @@ class OperationRunner:
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
         raise Preempted(
-            f"put away: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
+            f"preempted: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
             "next operation brings it back"
         )
 

@@ -231,7 +231,7 @@ class Operations:
         return await self._accept(model_id, body.get("seq_id"), digest, read)
 
     async def _accept(self, model_id: str, number: Any, digest: str, read: Read) -> dict[str, Any]:
-        """Accepts the operation. If it cannot be read, its number is done with, and those after it
+        """Accepts the operation. If it cannot be read, its number is finished, and later operations
         need not wait for it."""
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number from 1 on")

@@ -114,7 +114,8 @@ class CodeTests(ItemGrader[CodeTestsParams]):
 
     The program is the last fenced block of the completion that defines what is tested, else the
     last one, or all of it. Tests say all that is known of the answer: a function that returns one
-    constant passes those that expect only that, and with partial credit earns the share of them.
+    constant passes the tests that expect only that, and with partial credit earns the share of
+    them.
     """
 
     pure = True

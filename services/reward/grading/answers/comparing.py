@@ -368,7 +368,7 @@ _TAIL = re.compile(
 @dataclass(frozen=True)
 class Chain:
     """An equation: the `values` that its `name` has, the last one first. Without a name these are
-    its sides. `plain`: the last one and those that are worked out. `is_bound`: an inequality of one
+    its sides. `plain`: the last one and the computed ones. `is_bound`: an inequality of one
     name, and the set that it says."""
 
     name: str
@@ -891,7 +891,7 @@ def _same_part(ours: Any, theirs: Any) -> bool:
 
 
 def _each_named(chain: Chain) -> Any:
-    """Returns `(x, y) = (1, 2)` as x = 1 and y = 2, and all else as it is."""
+    """Returns `(x, y) = (1, 2)` as x = 1 and y = 2, and anything else unchanged."""
     names, values = chain.name[1:-1].split(","), _ordered(chain.values[0])
     if chain.name[:1] != "(" or not isinstance(values, tuple) or len(names) != len(values):
         return chain

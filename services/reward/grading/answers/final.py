@@ -287,8 +287,8 @@ def is_denied(text: str, formula: re.Match[str]) -> bool:
 
 
 def stated_answer(text: str) -> str:
-    """Returns the answer that a row's sentence states ("The answer is 17"), and any other row as it
-    is."""
+    """Returns the answer that a row's sentence states ("The answer is 17"), and any other row
+    unchanged."""
     is_equation = _SUMS.fullmatch(text)
     if number(text) or not (is_equation or _PROSE.search(text)):
         return text

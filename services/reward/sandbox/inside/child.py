@@ -4,7 +4,7 @@ it reads and writes, and how it ends.
     armed     forked, all rights given up, waiting for its program: done ahead, while the slot
               would be idle
     begun     given its program and what it may use
-    ended     by itself or killed, with every process that it started; its output is read from
+    ended on its own or killed, with every process that it started; its output is read from
               memory files after its death
 
 Standard library only.
@@ -223,7 +223,7 @@ class Child:
         os.close(self._program)
 
     def _watch(self, limits: Limits) -> str | None:
-        """Returns the limit that the program has reached, or None once it has ended by itself. The
+        """Returns the limit that the program has reached, or None once it has ended on its own. The
         clock starts when the program begins, because a busy host may delay that. Raises ServiceGone
         if the service goes away meanwhile."""
         self._start = time.monotonic()
