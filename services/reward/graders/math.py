@@ -46,6 +46,13 @@ _SEPARATOR = re.compile(r",|;|\b(?:and|or)\b|\\pm")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 """The first letters of a word, which is no command of LaTeX."""
 
+_WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_JOINING = {"and", "or", "for", "if", "where", "when", "with", "am", "pm", "cases", "array"} | {
+    *("aligned", "matrix", "pmatrix", "bmatrix", "vmatrix", "pi", "sqrt", "sin", "cos", "tan"),
+    *("log", "ln", "exp", "abs", "inf", "infty", "mod"),
+}
+"""Words that a formula may have."""
+
 _SENTENCE_END = re.compile(r"[.!?。][\s*_\"'”’)\]}$]*\Z")
 
 CUT_OFF = "it is cut off within a sentence"
@@ -177,7 +184,8 @@ def _is_several(wanted: str) -> bool:
 def _is_alone(completion: str, wanted: str) -> bool:
     """Returns whether a completion without a marked answer is an answer and nothing else: a number,
     a word, an equation without words before its last side ("8 + 9 = 17 apples", not "He has 8 + 9 =
-    17 apples"), or the row's answer as it is written there."""
+    17 apples"), a formula where the row is one ("1 < x and x < 3"), or the row's answer as it is
+    written there."""
     text = completion.strip()
     if len(text) > MAX_PLAIN_CHARS:
         return False
@@ -187,7 +195,10 @@ def _is_alone(completion: str, wanted: str) -> bool:
         return False
     *sides, last = split(clean(text), r"=|\\approx(?![a-z])")
     is_number = number(unwrapped(last)) is not None and not any(map(_WORD.search, sides))
-    return is_number or (" " not in text and plain_number(clean(wanted)) is None)
+    if is_number or plain_number(clean(wanted)) is not None:
+        return is_number
+    known = _JOINING | {word.lower() for word in _WORDS.findall(wanted)}
+    return " " not in text or all(word.lower() in known for word in _WORDS.findall(text))
 
 
 def _part(shown: str, wanted: str, outcome: Sequence[Any]) -> Part:

@@ -6,7 +6,9 @@ a unit, a name, an order or a bracket, says more than the answer, or says nothin
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,42 @@ def test_there_are_20_pairs_of_each_of_111_kinds_right_and_wrong_ones() -> None:
     assert (len(kinds), set(kinds.values())) == (111, {20})
     assert all(
         {one["right"] for one in PAIRS if one["kind"] == kind} == {True, False} for kind in kinds
+    )
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "final-answers.md"
+
+
+def pairs_of_page() -> list[tuple[str, str, bool]]:
+    """The pairs of the page's table "Which answers are equal": each answer with the row beside it,
+    or with every row where their numbers differ."""
+    table = PAGE.read_text("utf-8").partition("## Which answers are equal")[2].partition("\n## ")[0]
+    pairs: list[tuple[str, str, bool]] = []
+    for line in table.splitlines():
+        cells = re.split(r"(?<!\\)\|", line)
+        if len(cells) == 6 and "`" in cells[1]:
+            given, wanted = (re.findall(r"`([^`]+)`", cell) for cell in cells[1:3])
+            wanted = [one.replace("\\|", "|") for one in wanted]
+            each = zip(given, wanted, strict=True) if len(given) == len(wanted) else None
+            for one, row in each or product(given, wanted):
+                pairs.append((one, row, cells[3].strip() == "1"))
+    return pairs
+
+
+MARKED_ONLY = {r"3, \text{ where } n > 0", "x = 3 for n ≥ 1", "5 i"}
+"""Answers that are read as the table says where they are marked, and otherwise as sentences."""
+
+
+@pytest.mark.parametrize("form", [r"\boxed{%s}", "%s"])
+async def test_the_page_is_true_of_answers_in_a_box_and_alone(form: str) -> None:
+    pairs = pairs_of_page()
+    assert len(pairs) > 100
+    await check(
+        [
+            {"given": form.replace("%s", given), "wanted": wanted, "right": right}
+            for given, wanted, right in pairs
+            if form != "%s" or given not in MARKED_ONLY
+        ]
     )
 
 
