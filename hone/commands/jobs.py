@@ -76,7 +76,7 @@ def get(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 @command
 def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
-    """Cancel a job."""
+    """Cancel a job. It keeps its run folder, with a checkpoint of its last step."""
     with connect() as client:
         state = client.cancel(job)
     done = "cancelled" if state.status in TERMINAL else "being cancelled"
@@ -85,7 +85,7 @@ def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 @command
 def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
-    """Pause a job: it keeps all that it has.
+    """Pause a job, with a checkpoint of its last step.
 
     The services are free for other jobs then."""
     with connect() as client:

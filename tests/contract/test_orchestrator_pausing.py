@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.orchestrator.store.folder import RunFolder
-from shared.errors import BadRequest, Conflict
+from shared.errors import BadRequest, Conflict, Unavailable
 from shared.job import Job
-from shared.wire import Part, ResumeRequest, ScoreItem
+from shared.wire import Part, PublishRequest, ResumeRequest, ScoreItem
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack
@@ -32,7 +32,8 @@ class Gate:
         fakes.fault[route] = self._wait
 
     async def _wait(self, body: Any) -> None:
-        if body.step >= self._step and not self._open.is_set():
+        at = body.version if isinstance(body, PublishRequest) else body.step
+        if at >= self._step and not self._open.is_set():
             self.reached.set()
             await self._open.wait()
 
@@ -64,9 +65,46 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     assert [row.step for row in stack.folder(first).metrics()] == list(range(9))
     messages = [event.message for event in await stack.events(first) if event.type == "status"]
     assert messages == ["queued", "running", "paused on request", "queued", "running", "succeeded"]
-    # the other job took the fake trainer from it: steps 1 to 4 are trained again from disk, and
-    # only 5 to 8 sampled
+    # the other job took the fake trainer from it: steps 1 to 3 are in the checkpoint that the pause
+    # wrote, and only 5 to 8 are sampled
     assert stack.fakes.calls["generate"] - sampled == 4 * 6 + 2 * 4
+    trained = [body.step for body in stack.fakes.trained if body.job_id == first]
+    assert trained == [1, 2, 3, 4, *range(4, 9)], "only step 4, which the pause broke off, is twice"
+
+
+@pytest.mark.parametrize("ask", ["pause", "cancel"])
+async def test_a_job_that_an_operator_stops_ends_with_a_checkpoint_of_the_trainers_step(
+    stack: Stack, ask: str
+) -> None:
+    """Paused while the weights of step 4 are published: its row is not there yet, and the
+    checkpoint is of the step all the same."""
+    gate = Gate(stack.fakes, "publish", 4)
+    job_id = (await stack.submit()).id
+    await gate.reached.wait()
+    await stack.post(f"{job_id}/{ask}")
+    await stack.until(job_id, "paused", "cancelled")
+    gate.open()
+    assert sorted(path.name for path in stack.folder(job_id).checkpoints.glob("step-*")) == [
+        "step-000004"
+    ]
+    assert [row.step for row in stack.folder(job_id).metrics()] == list(range(4))
+
+
+async def test_a_job_is_stopped_without_a_checkpoint_where_the_trainer_cannot_write_one(
+    stack: Stack,
+) -> None:
+    async def fail(body: Any) -> None:
+        raise Unavailable("the disk is full")
+
+    gate = Gate(stack.fakes, "train_step", 4)
+    stack.fakes.fault["checkpoint"] = fail
+    job_id = (await stack.submit()).id
+    await gate.reached.wait()
+    await stack.post(f"{job_id}/pause")
+    assert (await stack.until(job_id, "paused")).error == "paused on request"
+    warned = [event.message for event in await stack.events(job_id) if event.level == "warning"]
+    assert any("no checkpoint was written: " in one and "disk is full" in one for one in warned)
+    gate.open()
 
 
 @pytest.mark.parametrize(

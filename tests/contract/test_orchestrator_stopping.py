@@ -269,7 +269,7 @@ async def test_steps_lowered_below_what_is_trained_pause_the_job_with_a_remedy(
     id = await paused_after_training(stack, 4)
     await stack.post(f"{id}/resume", ResumeRequest(set=("steps=3",)))
     paused = await stack.until(id, *TERMINAL, "paused")
-    assert (paused.status, stack.fakes.calls["checkpoint"]) == ("paused", 0)
+    assert (paused.status, stack.fakes.calls["checkpoint"]) == ("paused", 1)  # by the pause
     assert (paused.error or "").startswith(
         "the trainer has done step 4, and steps is 3; expected 4 or more: `hone resume JOB --set "
         "steps=4`"

@@ -216,7 +216,10 @@ class FakeServices:
     async def _put_job(self, body: TrainerJob) -> TrainerState:
         await self._note("job", body)
         if self.job is None or self.job.job_id != body.job_id:
-            self.job, self.step, self.checkpointed = body, 0, {0}
+            folder = checkpoints_dir(self._runs_dir, body.job_id)
+            steps = (int(path.name.removeprefix("step-")) for path in folder.glob("step-??????"))
+            self.job, self.checkpointed = body, {0, *steps}
+            self.step = max(self.checkpointed)
         return await self._state()
 
     async def _state(self) -> TrainerState:

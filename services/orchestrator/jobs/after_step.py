@@ -159,13 +159,19 @@ class AfterStep:
     async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
         """Writes the step's checkpoint, and adds its seconds to the metrics."""
         start = time.monotonic()
+        checkpoint = await self.checkpoint(number)
+        metrics[WRITTEN] = time.monotonic() - start
+        return checkpoint
+
+    async def checkpoint(self, number: int) -> Checkpoint:
+        """Writes the checkpoint of the trainer's last step, and removes batches that no checkpoint
+        needs."""
         await write_despite_cancel(
             self.folder.check_there
         )  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
         checkpoint = await self.services.trainer.checkpoint(number, tuple(sorted(kept)))
-        metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
         await write_despite_cancel(self.folder.prune_batches, oldest_needed_batch(self.job, number))
         return checkpoint

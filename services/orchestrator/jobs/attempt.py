@@ -40,10 +40,16 @@ from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import finish_despite_cancel, stop, write_despite_cancel
-from shared.errors import Conflict
+from shared.errors import Conflict, HoneError
 from shared.host.logs import of_job
 from shared.settings import Settings
 from shared.wire import JobRecord, Prompt, TrainerState
+
+CHECKPOINT_TRIES = 3
+"""Of a checkpoint while a step ends; the trainer does no more than one that was under way."""
+
+STATE_DEADLINE_S = 5.0
+"""Seconds that the trainer has to say its step when an operator stops the job."""
 
 
 class Attempt:
@@ -120,6 +126,28 @@ class Attempt:
             tracked = await self._tracker.finish(succeeded) if self._tracker else None
             if tracked and outcome:
                 await self._journal.aside(tracked.message, warning=not tracked.complete)
+
+    async def checkpoint(self) -> None:
+        """Writes a checkpoint of the trainer's last step for an operator who stops the job: else
+        the steps since the newest one would be trained again. A trainer that does not answer has
+        none to write."""
+        if self._after is None or not self._job.trains:
+            return
+        self.status.begin("writing a checkpoint", "the job stops, as was asked for")
+        trainer = self._services.trainer
+        try:
+            for _ in range(CHECKPOINT_TRIES):
+                state = await trainer.state(STATE_DEADLINE_S)
+                if state.step == 0 or state.job_id != self._record.id:
+                    return
+                with contextlib.suppress(Conflict):  # a step that was under way is done now
+                    await self._after.checkpoint(state.step)
+                    return
+        except HoneError as error:
+            await self._journal.warn(
+                f"no checkpoint was written: {error.detail}; the steps since the newest one will "
+                "be trained again, from the batches on disk"
+            )
 
     async def close(self) -> None:
         """Ends the sampler's work for the job, and closes the connections."""

@@ -288,6 +288,8 @@ class Worker:
                 beat.result()  # raises the heartbeat's error, unless a request ended it
                 stopping = asyncio.create_task(stop(work))
                 await asyncio.wait({stopping}, timeout=STOPS_WITHIN * lease.lease_s)
+                if stopping.done():
+                    await self._checkpoint(attempt, lease, renew)
                 await self._store.halt(lease, None)
             else:
                 await self._finish(lease, _outcome(work))
@@ -304,6 +306,24 @@ class Worker:
                 finally:
                     self._is_stopping = False
                     self._trainer.closing.discard(lease.job_id)
+
+    async def _checkpoint(self, attempt: Attempt, lease: Lease, renew: leases.Beat) -> None:
+        """Lets a job that an operator stops write its checkpoint, and renews the lease meanwhile.
+        Raises LeaseLost, and StoreUnavailable."""
+
+        async def renew_alone(lease: Lease) -> None:
+            await renew(lease)  # the request is known
+
+        writing = asyncio.create_task(attempt.checkpoint())
+        beat = asyncio.create_task(leases.keep(renew_alone, lease, time.monotonic(), self._redis))
+        try:
+            await asyncio.wait({writing, beat}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                beat.result()  # raises: the lease is lost
+            writing.result()
+        finally:
+            await stop(writing, beat)
+            await asyncio.gather(beat, return_exceptions=True)
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         if outcome.status == "queued":

@@ -99,8 +99,8 @@ class TrainerClient:
         self.gpu, self.memory_space = state.gpu, state.memory_space
         return state
 
-    async def state(self) -> TrainerState:
-        deadline_s = self.caller.settings.patience_s
+    async def state(self, deadline_s: float | None = None) -> TrainerState:
+        deadline_s = self.caller.settings.patience_s if deadline_s is None else deadline_s
         return await self.client.get("/state", TrainerState, deadline_s=deadline_s)
 
     @tracks_call("trainer", "training a step", "train")
