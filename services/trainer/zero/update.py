@@ -313,10 +313,12 @@ class Updater:
                 minibatches, frozen = self._frozen_passes(
                     examples, minibatches, training, metrics, progress
                 )
-                for _ in range(training.epochs):
+                for epoch in range(training.epochs):
                     for minibatch, known in zip(minibatches, frozen, strict=True):
                         progress.update += 1
-                        self._add(minibatch, training, metrics, progress, known, last=True)
+                        self._add(
+                            minibatch, training, metrics, progress, known, last=True, epoch=epoch
+                        )
                         norms.append(self._step(how, progress))
         except NonFiniteLoss:
             loss, values = metrics.reduce(progress.update)
@@ -394,7 +396,8 @@ class Updater:
         and what frozen passes tell of each micro-batch."""
         reference = self.reference if training.has_reference else None
         prefers = training.objective == "dpo"
-        ask_policy = progress.num_updates > 1 or self.has_dropout or prefers
+        has_ratio = training.objective == "rl"  # of the policy to what it was before the updates
+        ask_policy = prefers or (has_ratio and (progress.num_updates > 1 or self.has_dropout))
 
         @torch.no_grad()
         def ask(batch: MicroBatch) -> FrozenLogprobs:
@@ -429,9 +432,11 @@ class Updater:
         frozen: list[FrozenLogprobs] | None = None,
         *,
         last: bool,
+        epoch: int = 0,
     ) -> None:
         """Adds the gradient of a minibatch's loss: one forward and one backward pass for each
-        micro-batch. `last`: an optimizer step is next."""
+        micro-batch. `last`: an optimizer step is next. Without a frozen pass the tokens' log-probs
+        are those of epoch 0."""
         num = len(minibatch.micro_batches)
         try:
             set_dropout(self.policy, self.has_dropout)
@@ -457,7 +462,7 @@ class Updater:
                 share = batch.weight * dist.get_world_size()
                 self.zero.backward(refusable(loss, logprobs_N) * share)
                 metrics.add(on_device, x, entropy_N, loss.detach())
-                if known.before_N is None:
+                if known.before_N is None and epoch == 0:
                     metrics.add_mismatch(on_device, logprobs_N.detach())
         finally:
             set_dropout(self.policy, False)

@@ -238,6 +238,29 @@ def test_a_supervised_update_is_transformers_loss_and_changes_no_later_one(
     assert updates[1].metrics["kl"] > 0
 
 
+def num_passes(job: Job, given) -> int:
+    """How many forward passes of the policy a supervised update takes."""
+    engine, passes = an_engine(job), []
+    engine._parts.updater.policy.register_forward_pre_hook(lambda *_: passes.append(1))
+    engine.update(given, 0.1, supervised=True)
+    engine.close()
+    return len(passes)
+
+
+def test_a_supervised_update_of_two_epochs_computes_no_pass_that_its_loss_ignores(
+    rank, model, examples
+):
+    passes = [
+        rank.call(
+            num_passes,
+            a_job(model, training={"epochs": epochs}, memory=memory(2), warmup={"steps": 1}),
+            examples,
+        )
+        for epochs in (1, 2)
+    ]
+    assert passes[1] == 2 * passes[0] > 0
+
+
 def entropies_of(network, example):
     """Returns the entropies `[T]`, in nats, before each of the example's tokens."""
     import torch
