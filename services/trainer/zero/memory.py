@@ -28,7 +28,8 @@ PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logit
 PARTS += ("buffers", "overhead")
 """Parts of a rank's planned memory, in the order of messages."""
 MESSAGE = re.compile(
-    r"can't allocate memory|not enough memory|out of memory|Unable to mmap|Cannot allocate memory",
+    r"can't allocate memory|not enough memory|out of memory|Unable to mmap|Cannot allocate memory"
+    r"|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
 

@@ -220,6 +220,9 @@ def test_on_a_cpu_the_optimizer_has_no_other_memory_to_go_to():
 def test_a_full_memory_is_told_from_other_errors():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert is_out_of_memory(MemoryError())
+    for library in ("CUBLAS", "CUDNN"):  # torch raises RuntimeError for what they cannot allocate
+        message = f"CUDA error: {library}_STATUS_ALLOC_FAILED when calling `create(handle)`"
+        assert is_out_of_memory(RuntimeError(message))
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60)
     assert is_out_of_memory(raised.value)
