@@ -2,10 +2,11 @@
 node, and to all tokens of the node's ancestors.
 
 It is registered in transformers as the attention function `NAME`, so a model's code does not
-change. Keys and values are gathered from the node and its ancestors. On a GPU in 16 bits all nodes
-are one call of torch's kernel for sequences of unequal length, without a mask or padding.
-Everywhere else sibling nodes of similar length are one dense batch, whose rows attend with one mask
-by `scaled_dot_product_attention`.
+change. On a GPU in 16 bits keys and values are gathered from each node and its ancestors, and all
+nodes are one call of torch's kernel for sequences of unequal length, without a mask or padding.
+Everywhere else it is `scaled_dot_product_attention` over dense batches: of whole trees of similar
+length, each with a mask of its own, where a tree is small; else of sibling nodes of similar length,
+whose keys are gathered and which have one mask (`batches_of`).
 
 A packed row is a forest with one node per sequence, so the same function serves it.
 
@@ -15,13 +16,15 @@ heads of keys and values, D size of a head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,6 +39,13 @@ MIN_LENGTH_RATIO = 0.75
 MAX_MASKED_QUERIES = 512
 """Most queries per node of a batch that needs a mask, so that no mask has the size of the row."""
 
+PAIRS_PER_KEY = 12
+"""Pairs of a query and a key that take as long as gathering a key and its value and adding up their
+gradients, measured on a CPU. By it the cheaper way is chosen for a tree."""
+
+MAX_TREE_PAIRS = 1 << 22
+"""Most elements of the masks of a batch of trees: 16 MiB in float32."""
+
 
 @dataclass(frozen=True)
 class NodeBatch:
@@ -46,6 +56,9 @@ class NodeBatch:
     In each node the last query and the last key are the same position, and a query sees no later
     position than its own. Padding repeats a node's last column, and no real query sees a padded
     key.
+
+    In a batch of whole trees `queries_BQ` and `keys_BK` are the same columns, and `seen_BQK` says
+    which keys each query sees.
     """
 
     queries_BQ: Columns
@@ -53,21 +66,106 @@ class NodeBatch:
     lengths_B: tuple[int, ...]
     is_masked: bool
     """False: plain causal attention, with as many queries as keys."""
+    seen_BQK: NDArray[np.bool_] | None = None
 
 
-def node_batches(forest: Forest, window: int | None = None) -> list[NodeBatch]:
+def batches_of(forest: Forest, window: int | None = None) -> list[NodeBatch]:
     """Returns the batches that hold each of the forest's tokens as a query once. `window`: how many
     positions a token sees, its own included; None: its own and all before it."""
+    whole: list[Tree] = []
+    apart: list[Node] = []
+    for tree in trees_of(forest):
+        if tree.is_cheaper_whole:
+            whole.append(tree)
+        else:
+            apart += tree.nodes
+    return [*_tree_batches(forest, whole, window), *node_batches(forest, window, apart)]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A root and all nodes below it: neighbours in the row."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def start(self) -> int:
+        return self.nodes[0].start
+
+    @property
+    def length(self) -> int:
+        return self.nodes[-1].start + self.nodes[-1].length - self.start
+
+    @property
+    def is_cheaper_whole(self) -> bool:
+        """Whether attention of all its tokens to all others costs less than gathering the keys of
+        each of its nodes."""
+        root, *others = self.nodes
+        keys = root.length + sum(node.depth + node.length for node in others)
+        pairs = sum(node.length * (node.depth + node.length) for node in others)
+        pairs += root.length**2 // 2  # without a mask the kernel leaves out later keys
+        is_small = self.length**2 <= min(pairs + PAIRS_PER_KEY * keys, MAX_TREE_PAIRS)
+        return len(self.nodes) > 1 and is_small
+
+
+def trees_of(forest: Forest) -> list[Tree]:
+    """Returns the forest's trees, in the order of their columns."""
+    roots = [number for number, node in enumerate(forest.nodes) if not node.ancestors]
+    return [Tree(forest.nodes[first:end]) for first, end in pairwise([*roots, len(forest.nodes)])]
+
+
+def _tree_batches(forest: Forest, trees: Sequence[Tree], window: int | None) -> Iterator[NodeBatch]:
+    """Yields batches of trees of similar length, the longest first."""
+    ends_T = _last_columns(forest)
+    batch: list[Tree] = []
+    for tree in sorted(trees, key=lambda tree: (-tree.length, tree.start)):
+        is_full = (len(batch) + 1) * (batch or [tree])[0].length ** 2 > MAX_TREE_PAIRS
+        if batch and (is_full or tree.length < MIN_LENGTH_RATIO * batch[0].length):
+            yield _tree_batch(forest, batch, ends_T, window)
+            batch = []
+        batch.append(tree)
+    if batch:
+        yield _tree_batch(forest, batch, ends_T, window)
+
+
+def _tree_batch(
+    forest: Forest, trees: Sequence[Tree], ends_T: Columns, window: int | None
+) -> NodeBatch:
+    columns_BQ = _padded(trees, 0, trees[0].length)
+    queries_BQ1, keys_B1K = columns_BQ[:, :, None], columns_BQ[:, None, :]
+    seen_BQK = (keys_B1K <= queries_BQ1) & (queries_BQ1 <= ends_T[keys_B1K])
+    if window is not None:
+        positions_T = forest.positions_T
+        seen_BQK &= positions_T[queries_BQ1] - positions_T[keys_B1K] < window
+    lengths_B = tuple(tree.length for tree in trees)
+    for row, length in enumerate(lengths_B):
+        seen_BQK[row, :, length:] = False  # padding repeats the last column
+    return NodeBatch(columns_BQ, columns_BQ, lengths_B, is_masked=True, seen_BQK=seen_BQK)
+
+
+def _last_columns(forest: Forest) -> Columns:
+    """Returns, for each token, the last column of the nodes below its own, which see it `[T]`."""
+    ends = [node.start + node.length - 1 for node in forest.nodes]
+    for number, node in enumerate(forest.nodes):
+        for ancestor in node.ancestors:
+            ends[ancestor] = max(ends[ancestor], ends[number])
+    return np.repeat(ends, [node.length for node in forest.nodes])
+
+
+def node_batches(
+    forest: Forest, window: int | None = None, nodes: Sequence[Node] | None = None
+) -> list[NodeBatch]:
+    """Returns batches of sibling nodes, which hold each token of the nodes as a query once."""
     return [
         batch
-        for siblings in _similar_siblings(forest)
+        for siblings in _similar_siblings(forest.nodes if nodes is None else nodes)
         for batch in _batches_of(forest, siblings, window)
     ]
 
 
-def _similar_siblings(forest: Forest) -> Iterator[list[Node]]:
+def _similar_siblings(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """Yields nodes with the same ancestors and about the same length, the longest first."""
-    by_length = sorted(forest.nodes, key=lambda node: (node.ancestors, -node.length, node.start))
+    by_length = sorted(nodes, key=lambda node: (node.ancestors, -node.length, node.start))
     for _, siblings in groupby(by_length, key=lambda node: node.ancestors):
         similar: list[Node] = []
         for node in siblings:
@@ -100,9 +198,9 @@ def _batches_of(forest: Forest, siblings: list[Node], window: int | None) -> Ite
         )
 
 
-def _padded(nodes: Sequence[Node], first: int, end: int) -> Columns:
-    """Returns the columns `[B, end - first]` of each node's tokens `first` to before `end`; its
-    last column is repeated where the node is shorter."""
+def _padded(nodes: Sequence[Node] | Sequence[Tree], first: int, end: int) -> Columns:
+    """Returns the columns `[B, end - first]` of the tokens `first` to before `end` of each node or
+    tree; its last column is repeated where it is shorter."""
     starts_B1 = np.array([[node.start] for node in nodes])
     lengths_B1 = np.array([[node.length] for node in nodes])
     return starts_B1 + np.minimum(np.arange(first, end), lengths_B1 - 1)
@@ -110,51 +208,68 @@ def _padded(nodes: Sequence[Node], first: int, end: int) -> Columns:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A NodeBatch's columns as tensors, and its mask."""
+    """A NodeBatch's number of nodes, queries and keys, and its mask `[Q, K]` or `[B, 1, Q, K]`."""
 
-    queries_BQ: Tensor
-    keys_BK: Tensor
-    mask_QK: Tensor | None
+    num_nodes: int
+    num_queries: int
+    num_keys: int
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """The batches of a row. The query of column t is number `queries_T[t]` of all their queries,
-    one batch after the other."""
+    """The batches of a row. `queries_M` and `keys_M` are the columns of all their queries and keys,
+    one batch after the other, and the query of column t is number `queries_T[t]` of all."""
 
     batches: tuple[_Batch, ...]
+    queries_M: Tensor
+    keys_M: Tensor
     queries_T: Tensor
 
     @classmethod
     def of(
         cls, forest: Forest, window: int | None, device: torch.device, dtype: torch.dtype
     ) -> DenseAttention:
-        of_row = node_batches(forest, window)
-        mask_QK = _mask([batch for batch in of_row if batch.is_masked], window, device, dtype)
+        of_row = batches_of(forest, window)
+        of_nodes = [batch for batch in of_row if batch.is_masked and batch.seen_BQK is None]
+        mask_QK = _mask(of_nodes, window, device, dtype)
         batches: list[_Batch] = []
-        columns, numbers, num_queries = [], [], 0
+        columns, numbers, num_before = [], [], 0
         for batch in of_row:
-            (num_nodes, length), num_keys = batch.queries_BQ.shape, batch.keys_BK.shape[1]
-            real_BQ = np.arange(length) < np.array(batch.lengths_B)[:, None]
+            (num_nodes, num_queries), num_keys = batch.queries_BQ.shape, batch.keys_BK.shape[1]
+            real_BQ = np.arange(num_queries) < np.array(batch.lengths_B)[:, None]
             columns.append(batch.queries_BQ[real_BQ])
-            numbers.append(num_queries + np.flatnonzero(real_BQ))
-            num_queries += num_nodes * length
-            batches.append(
-                _Batch(
-                    queries_BQ=to_device(torch.from_numpy(batch.queries_BQ), device),
-                    keys_BK=to_device(torch.from_numpy(batch.keys_BK), device),
-                    mask_QK=mask_QK[-length:, -num_keys:] if batch.is_masked else None,
-                )
-            )
+            numbers.append(num_before + np.flatnonzero(real_BQ))
+            num_before += num_nodes * num_queries
+            mask = None
+            if batch.seen_BQK is not None:
+                mask = _as_mask(torch.from_numpy(batch.seen_BQK)[:, None], device, dtype)
+            elif batch.is_masked:
+                mask = mask_QK[-num_queries:, -num_keys:]
+            batches.append(_Batch(num_nodes, num_queries, num_keys, mask))
         queries_T = np.concatenate(numbers)[np.concatenate(columns).argsort()]
-        return cls(tuple(batches), to_device(torch.from_numpy(queries_T), device))
+        queries_M, keys_M = (
+            np.concatenate([each.ravel() for each in columns_of_row])
+            for columns_of_row in (
+                [batch.queries_BQ for batch in of_row],
+                [batch.keys_BK for batch in of_row],
+            )
+        )
+        on_device = (
+            to_device(torch.from_numpy(each), device) for each in (queries_M, keys_M, queries_T)
+        )
+        return cls(tuple(batches), *on_device)
 
     def attend(self, q_TAD: Tensor, k_THD: Tensor, v_THD: Tensor, scaling: float | None) -> Tensor:
         """Returns the attention `[T, A, D]` of a row's queries to its keys and values."""
+        # All batches are gathered at once: the gradient of each gathering has the size of the row.
+        queries = self._gathered(q_TAD, self.queries_M, [one.num_queries for one in self.batches])
+        keys, values = (
+            self._gathered(row_THD, self.keys_M, [one.num_keys for one in self.batches])
+            for row_THD in (k_THD, v_THD)
+        )
         done: list[Tensor] = []
-        for batch in self.batches:
-            q_BAQD = _gathered(q_TAD, batch.queries_BQ)
-            k_BHKD, v_BHKD = _gathered(k_THD, batch.keys_BK), _gathered(v_THD, batch.keys_BK)
+        for batch, q_BAQD, k_BHKD, v_BHKD in zip(self.batches, queries, keys, values, strict=True):
             if q_TAD.is_cuda:  # torch's CUDA kernels with a mask need A heads of keys and values
                 repeats = q_TAD.shape[1] // k_THD.shape[1]
                 k_BHKD, v_BHKD = (each.repeat_interleave(repeats, 1) for each in (k_BHKD, v_BHKD))
@@ -162,13 +277,28 @@ class DenseAttention:
                 q_BAQD,
                 k_BHKD,
                 v_BHKD,
-                attn_mask=batch.mask_QK,
-                is_causal=batch.mask_QK is None,
+                attn_mask=batch.mask,
+                is_causal=batch.mask is None,
                 scale=scaling,
                 enable_gqa=not q_TAD.is_cuda,
             )
             done.append(out_BAQD.transpose(1, 2).flatten(0, 1))
         return torch.cat(done).index_select(0, self.queries_T)
+
+    def _gathered(self, row_THD: Tensor, columns_M: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Returns each batch's `[B, H, length, D]` of the row's columns.
+
+        On a GPU the gradient of `index_select` adds up in another order each time, so indexing is
+        used there; on a CPU the gradient of indexing is slow.
+        """
+        chosen = row_THD[columns_M] if row_THD.is_cuda else row_THD.index_select(0, columns_M)
+        sizes = [
+            batch.num_nodes * length for batch, length in zip(self.batches, lengths, strict=True)
+        ]
+        return [
+            part.unflatten(0, (-1, length)).transpose(1, 2)
+            for part, length in zip(chosen.split(sizes), lengths, strict=True)
+        ]
 
 
 def _mask(
@@ -182,21 +312,14 @@ def _mask(
         torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None]
     )
     seen_QK = (behind_QK >= 0) if window is None else (behind_QK >= 0) & (behind_QK < window)
+    return _as_mask(seen_QK, device, dtype)
+
+
+def _as_mask(seen: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if device.type != "cpu":
-        return to_device(seen_QK, device)
+        return to_device(seen, device)
     # In the queries' dtype: torch makes a copy of a boolean part, and keeps it for backward.
-    return torch.zeros(seen_QK.shape, dtype=dtype).masked_fill_(~seen_QK, -torch.inf)
-
-
-def _gathered(row_THD: Tensor, columns_BQ: Tensor) -> Tensor:
-    """Returns the row's heads at the columns `[B, H, Q, D]`.
-
-    On a GPU the gradient of `index_select` adds up in another order each time, so indexing is used
-    there; on a CPU the gradient of indexing is slow.
-    """
-    flat = columns_BQ.flatten()
-    chosen = row_THD[flat] if row_THD.is_cuda else row_THD.index_select(0, flat)
-    return chosen.unflatten(0, columns_BQ.shape).transpose(1, 2)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 # --- the attention function -----------------------------------------------------------------------
@@ -349,8 +472,19 @@ def attend(
         ragged = forest.ragged(sliding_window)
         out_TAD = ragged.attend(q_TAD, k_THD, v_THD, scaling, sliding_window)
     else:
-        out_TAD = forest.dense(sliding_window, query.dtype).attend(q_TAD, k_THD, v_THD, scaling)
-    return out_TAD[None], None
+        dtype = query.dtype
+        if dtype.itemsize == 2 and query.device.type == "cpu" and not cpu_multiplies_bfloat16():
+            dtype = torch.float32  # its kernel in 16 bits takes 2 to 5 times as long
+        dense = forest.dense(sliding_window, dtype)
+        out_TAD = dense.attend(*(each.to(dtype) for each in (q_TAD, k_THD, v_THD)), scaling)
+    return out_TAD.to(query.dtype)[None], None
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Returns whether this processor has instructions for products of bfloat16."""
+    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+    return bool(found)
 
 
 AttentionInterface.register(NAME, attend)

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
+from services.trainer.learning.attention import cpu_multiplies_bfloat16
 from services.trainer.zero.host_memory import as_bytes
 from shared.errors import BadRequest, Conflict, HoneError, first_line, from_problem
 from shared.job import Job
@@ -240,7 +241,6 @@ def choose_dtype(asked: str) -> torch.dtype:
     chosen = architectures.choose_dtype(
         asked,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
-        cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported(),
+        cpu_multiplies_bfloat16=cpu_multiplies_bfloat16(),
     )
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[chosen]

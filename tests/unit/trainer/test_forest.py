@@ -118,6 +118,50 @@ def test_no_mask_has_the_size_of_the_row(every_prefix, monkeypatch):
     ]
 
 
+def test_a_small_tree_attends_as_a_whole_by_a_mask_of_its_own(every_prefix):
+    # Of 7 tokens: 49 pairs, and of its nodes apart 8 + 6 + 4 and the gathering of 4 + 6 + 5 keys.
+    built = build_forest([ids("ABCDxy"), ids("PQ"), ids("ABCDz"), ids("VWr"), ids("VWs")])
+    trees, single = attention.batches_of(built), (7, 8)
+    assert [(batch.queries_BQ.tolist(), batch.lengths_B) for batch in trees] == [
+        ([[0, 1, 2, 3, 4, 5, 6]], (7,)),
+        ([[9, 10, 11, 12]], (4,)),
+        ([[*single]], (2,)),  # one node: plain causal attention
+    ]
+    assert trees[0].seen_BQK is not None and trees[2].seen_BQK is None
+    assert trees[0].seen_BQK[0].astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 0, 0, 1],
+    ]
+    windowed = attention.batches_of(built, 2)[0].seen_BQK
+    assert windowed is not None
+    assert windowed[0].astype(int)[4:].tolist() == [
+        [0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 0, 0, 1],
+    ]
+
+
+def test_trees_of_like_length_are_one_batch_in_which_no_query_sees_padding(every_prefix):
+    built = build_forest([ids("ABCx"), ids("ABCy"), ids("VWXrs"), ids("VWXt")])
+    (batch,) = attention.batches_of(built)
+    assert batch.queries_BQ.tolist() == [[5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 4]]
+    assert batch.lengths_B == (6, 5) and batch.seen_BQK is not None
+    assert not batch.seen_BQK[1, :, 5].any()
+    assert batch.seen_BQK[1, 5].astype(int).tolist() == [1, 1, 1, 0, 1, 0]
+
+
+def test_a_tree_is_taken_apart_where_that_has_fewer_pairs():
+    """Of 8 answers of 100 tokens to a prompt of 100 each sees one ninth of the tree."""
+    answers = [ids("A" * 100 + letter + 99 * "z") for letter in "abcdefgh"]
+    batches = attention.batches_of(build_forest(answers))
+    assert [batch.seen_BQK for batch in batches] == [None, None]
+
+
 def make(architecture: str):
     torch.manual_seed(0)
     config = CONFIGS[architecture]()
@@ -168,6 +212,10 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
     draw, distances, num_saved = random.Random(3), [], 0
     for trial in range(30):
         monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 8 if trial % 2 else 512)
+        # None of the trees whole; those that are cheaper; all, in batches of one or of several.
+        pairs, most = ((0, 0), (12, 1 << 22), (10**6, 2500), (10**6, 1 << 22))[trial % 4]
+        monkeypatch.setattr(attention, "PAIRS_PER_KEY", pairs)
+        monkeypatch.setattr(attention, "MAX_TREE_PAIRS", most)
         examples = some_forest(draw)
         batch = collate(examples, layout="shared")
         num_saved += batch.num_sequence_tokens - batch.input_ids_BT.numel()
@@ -270,8 +318,9 @@ def test_a_micro_batch_keeps_no_masks_of_the_pass_that_is_over():
 
 def test_all_masks_of_a_row_are_parts_of_the_largest(every_prefix, monkeypatch):
     monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 3)
+    monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
     row = attention.ForestAttention(build_forest([ids("AB"), ids("ABcdefg")]), torch.device("cpu"))
-    masks = [batch.mask_QK for batch in row.dense(None, torch.float64).batches[1:]]
+    masks = [batch.mask for batch in row.dense(None, torch.float64).batches[1:]]
     seen = [(mask == 0).int().tolist() for mask in masks]
     assert seen == [
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
