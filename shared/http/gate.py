@@ -70,6 +70,12 @@ class RequestMetrics:
         )
 
 
+def caller_name() -> str:
+    """Returns the name of the caller's API key; "" for HONE_TOKEN, or where none is needed."""
+    key = caller.get()
+    return key.name if key else ""
+
+
 def own_jobs_of() -> str | None:
     """Returns the name of the caller's API key if it may see its own jobs alone."""
     key = caller.get()

@@ -22,6 +22,7 @@ from services.orchestrator.store.run_folders import (
     accept,
     cancel,
     cancel_if_active,
+    check_allowed,
     complete_submission,
 )
 from services.orchestrator.store.store import Store
@@ -98,7 +99,7 @@ def _add_submitting(
                 body=known, location=f"/v1/jobs/{known.id}", is_new=False
             )
         await runs.check()
-        checked = await check_job(request.job, checks)
+        checked = await check_job(request.job, store, checks)
         submission = Submission(
             with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
@@ -121,7 +122,7 @@ def _add_submitting(
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        checked = await check_job(request.job, checks, showing=store)
+        checked = await check_job(request.job, store, checks, shows=True)
         job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
@@ -131,6 +132,7 @@ def _add_submitting(
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
         Only the job's model is looked at, and how long prompts of its data are; what else is wrong
         with the data is not refused."""
+        await check_allowed(store, request.job, settings.runs_dir)
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         known = PlanMeasurements(lengths=await checks.lengths(request.job))
         try:
@@ -212,7 +214,7 @@ def _add_changing(
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
-        await check_job(job, checks, ("settings",))
+        await check_job(job, store, checks, ("settings",), present=record.job)
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)

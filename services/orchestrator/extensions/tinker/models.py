@@ -77,7 +77,7 @@ class Models:
         """Returns the job of a model's id, which the SDK may have made of the session's."""
         if ":train:" not in model_id:
             return model_id
-        wanted = JobFilter(metadata={requests.MODEL: model_id})
+        wanted = JobFilter(metadata={requests.MODEL: model_id}, by_caller=True)
         listed = (await self._store.list(None, 1, wanted)).jobs
         if not listed:
             raise NotFound(f"there is no model {model_id!r:.200}")
@@ -106,7 +106,7 @@ class Models:
         record = await complete_submission(self._store, job, key)
         if record is None:
             await self._writable.check()
-            run = await check_job(job, self._checks)
+            run = await check_job(job, self._store, self._checks)
             submission = Submission(
                 job,
                 self._settings.runs_dir,
@@ -410,7 +410,9 @@ class SamplingSessions:
         program would end when that program likes, and have this one's prompts in its folder."""
         wanted, program = read_job(document), body["session_id"]
         for status in ("running", "queued", "paused"):
-            listed = await self._store.list(None, MAX_LISTED, JobFilter(status=status))
+            listed = await self._store.list(
+                None, MAX_LISTED, JobFilter(status=status, by_caller=True)
+            )
             for one in listed.jobs:
                 if requests.program_of(one.metadata) != program:
                     continue
