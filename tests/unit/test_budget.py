@@ -14,7 +14,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_050,
-    "shared": 14_150,
+    "shared": 14_200,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 1_920,
     "services/orchestrator/extensions": 11_350,

@@ -28,6 +28,7 @@ from services.orchestrator.store.run_folders import (
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict
+from shared.http import rendering
 from shared.http.gate import scope_key
 from shared.http.rendering import CreatedResource
 from shared.http.service import Service, request_key
@@ -204,13 +205,14 @@ def _add_changing(
         return await store.pause(job_id)
 
     @app.post("/v1/jobs/{job_id}/resume")
-    async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
+    async def resume_job(job_id: str, request: Request) -> JobState:
         """Queues a paused job again. It continues where it was, with other memory settings, steps
         and the like if the body says so."""
-        if request is None or not request.set:
+        given = await rendering.read_body(request, ResumeRequest)
+        if not given.set:
             return await store.resume(job_id)
         record = await store.get(job_id)
-        job = changed(record.job, request.set)
+        job = changed(record.job, given.set)
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
@@ -218,6 +220,8 @@ def _add_changing(
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)
+
+    service.body(ResumeRequest, "POST", "/v1/jobs/{job_id}/resume")
 
 
 def _dry_run(

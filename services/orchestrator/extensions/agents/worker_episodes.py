@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import Path
+from fastapi import Path, Request
 
 from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.orchestrator.extensions.environments.conversation import (
@@ -39,6 +39,7 @@ from services.orchestrator.samplers.services import Services
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
+from shared.http import rendering
 from shared.http.service import Service
 from shared.job import Job
 from shared.wire import (
@@ -410,6 +411,8 @@ def add_routes(service: Service, store: Store, episodes: Episodes) -> None:
     service.operation("POST", "/v1/episodes/renew", renew_leases)
 
     @service.app.post("/v1/episodes/{id}/result")
-    async def end_episode(id: Id, result: EpisodeResult) -> ResultTaken:
+    async def end_episode(id: Id, request: Request) -> ResultTaken:
         """Ends an episode with what it earned, or with why its agent failed."""
-        return episodes.end(id, result)
+        return episodes.end(id, await rendering.read_body(request, EpisodeResult))
+
+    service.body(EpisodeResult, "POST", "/v1/episodes/{id}/result")

@@ -67,7 +67,10 @@ digest."""
 SAMPLE = re.compile(rf"sample:((?:{SESSION.pattern})--?[0-9]{{1,20}})")
 """A future of samples, in its model: the session, and the order's number there."""
 
-NUMBER = re.compile(r"[0-9]{1,9}")
+MAX_OPERATIONS = 99_999_999
+"""Greatest number of an operation: names of files have eight digits."""
+
+NUMBER = re.compile(r"[0-9]{1,8}")
 """A future of an operation, in its model: the operation's number. 0: the model itself."""
 
 

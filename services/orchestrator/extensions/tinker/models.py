@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from services.orchestrator.extensions.tinker import messages, requests
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.extensions.tinker.log import (
+    MAX_OPERATIONS,
     NUMBER,
     SAMPLE,
     SESSION,
@@ -233,8 +234,11 @@ class Operations:
     async def _accept(self, model_id: str, number: Any, digest: str, read: Read) -> dict[str, Any]:
         """Accepts the operation. If it cannot be read, its number is done with, and those after it
         need not wait for it."""
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number from 1 on")
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if not is_whole or not 1 <= number <= MAX_OPERATIONS:
+            raise BadRequest(
+                f"'seq_id': got {number!r:.40}; expected a whole number from 1 to {MAX_OPERATIONS}"
+            )
         record = await self._models.get(model_id)
         if record.status in TERMINAL:
             raise Conflict(f"the model {model_id!r} is {record.status}; expected one that runs")

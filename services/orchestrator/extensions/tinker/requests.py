@@ -248,6 +248,10 @@ def _example(inputs: NDArray[Any], given: Mapping[str, NDArray[Any]], loss: str)
     )
 
 
+MAX_DIMENSIONS = 2
+"""Tokens, and targets of each."""
+
+
 def _array(tensor: Any, where: str) -> NDArray[Any]:
     if tensor.dtype not in NUMBERS:
         raise BadRequest(
@@ -257,6 +261,12 @@ def _array(tensor: Any, where: str) -> NDArray[Any]:
     if not tensor.dense and 0 not in tensor.shape:
         raise BadRequest(f"{where} is sparse; expected a dense tensor")
     kind, shape = NUMBERS[tensor.dtype], tuple(tensor.shape) or (-1,)
+    if len(shape) > MAX_DIMENSIONS or max(shape) > len(tensor.dense):
+        raise BadRequest(
+            f"{where} has a shape of {len(shape)} dimensions up to {max(shape)} and "
+            f"{len(tensor.dense)} bytes; expected at most {MAX_DIMENSIONS} dimensions, each within "
+            "the values"
+        )
     size = len(tensor.dense) // np.dtype(kind).itemsize
     if shape != (-1,) and (min(shape) < 0 or math.prod(shape) != size):
         raise BadRequest(

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import re
 import secrets
 import time
@@ -50,6 +49,7 @@ from services.orchestrator.writable import RunsDirCheck, writing
 from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
 from shared.host import disk
 from shared.host.logs import get_logger
+from shared.http import codec
 from shared.http.gate import caller
 from shared.http.operations import DownloadedFile
 from shared.http.service import Service
@@ -274,8 +274,8 @@ def _check_length(body: bytes, max_bytes: int) -> None:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        given = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
+        given = codec.read_json(body or b"{}")
+    except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error!s:.200}") from error
     if not isinstance(given, dict):
         raise BadRequest(f"the body is {given!r:.80}; expected a JSON object")
