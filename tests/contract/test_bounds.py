@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from services.orchestrator.app import create_service;most_bytes=lambda p:0
+from services.orchestrator.app import create_service, most_bytes
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
 from shared.http import codec

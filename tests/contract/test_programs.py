@@ -657,7 +657,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": "ppo"}, "datum 0 has no 'logprobs', which 'ppo' needs"),
     ({"weights": [1.0]}, "datum 0, 'weights' has the shape (1,), expected (2,)"),
     ({"config": {"beta": 1.0}}, "loss_fn_config has 'beta'; expected no key with loss_fn"),
-    ({"number": 0}, "'seq_id': got 0; expected a whole number from 1 on"),
+    ({"number": 0}, "'seq_id': got 0; expected a whole number from 1 to"),
 ]
 
 

@@ -16,7 +16,7 @@ LINES = {
     "hone": 11_050,
     "shared": 14_200,
     "services/orchestrator/api": 1_750,
-    "services/orchestrator/data": 1_920,
+    "services/orchestrator/data": 1_930,
     "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 2_950,
     "services/orchestrator/jobs": 2_850,

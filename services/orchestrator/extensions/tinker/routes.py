@@ -40,6 +40,7 @@ from services.orchestrator.extensions.tinker.models import (
     Operations,
     SamplingSessions,
 )
+from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import MODEL, adapter_of, read_ttl
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.store.run_folders import files_of, path_of
@@ -76,10 +77,11 @@ def add_routes(
 ) -> None:
     bodies = Bodies()
     models = Models(settings, store, writable, checks)
-    sessions = SamplingSessions(store, models, orders)
+    quota = PendingQuota()
+    sessions = SamplingSessions(store, models, orders, quota)
     futures = Futures(store, models, orders)
     _add_session_routes(service)
-    _add_posts(service, bodies, models, sessions, Operations(store, models), futures)
+    _add_posts(service, bodies, models, sessions, Operations(store, models, quota), futures)
     _add_management(service, bodies, models, sessions, Management(store))
     _add_downloads(service, models, Downloads(store, settings.runs_dir))
 
