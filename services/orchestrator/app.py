@@ -22,7 +22,7 @@ from services.orchestrator.extensions import trackers
 from services.orchestrator.extensions.agents import routes as dialects
 from services.orchestrator.extensions.agents import worker_episodes
 from services.orchestrator.extensions.agents.routes import SessionKeys
-from services.orchestrator.extensions.agents.sessions import MAX_BODY_BYTES, Sessions
+from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.diagnosis import diagnosing, experiments
 from services.orchestrator.extensions.environments.conversation import PLAYERS, play_group
@@ -117,15 +117,15 @@ BODY_BYTES = 1 << 20
 
 LARGER = (
     (re.compile(r"/v1/files|/v1/jobs/[^/]+/(groups|atropos/.*)"), sys.maxsize),  # data
-    (re.compile(r"/api/v1/(forward|forward_backward)"), tinker.MAX_CALL_BYTES),
-    (re.compile(r"/api/v1/asample"), tinker.MAX_SAMPLE_BYTES),
     (
-        re.compile(
+        re.compile(  # a session's, which bound what they take
             r"(/sessions/[^/]+)?/(v1/(chat/completions|completions|messages|responses)"
             r"|inference/v1/generate)"
         ),
-        MAX_BODY_BYTES,
+        sys.maxsize,
     ),
+    (re.compile(r"/api/v1/(forward|forward_backward)"), tinker.MAX_CALL_BYTES),
+    (re.compile(r"/api/v1/asample"), tinker.MAX_SAMPLE_BYTES),
 )
 """Paths with larger bodies, and their most bytes. HONE_MAX_BODY_MIB bounds all."""
 

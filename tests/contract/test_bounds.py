@@ -139,7 +139,7 @@ async def test_a_body_of_more_than_a_mebibyte_is_not_read(
 
 def test_routes_of_data_take_larger_bodies() -> None:
     assert most_bytes("/v1/jobs/demo-1/groups") > most_bytes("/api/v1/asample") == 8 * MIB
-    assert most_bytes("/sessions/a/v1/chat/completions") == 16 * MIB
+    assert most_bytes("/sessions/a/v1/chat/completions") > 16 * MIB  # which it bounds itself
     assert most_bytes("/api/v1/create_model") == most_bytes("/v1/keys") == MIB
 
 
