@@ -109,7 +109,6 @@ async def test_another_keys_job_is_not_there(
         ("GET", "/v1/fine_tuning/jobs"),
         ("POST", "/v1/keys"),
         ("POST", "/v1/recover"),
-        ("POST", "/v1/episodes/lease"),
         ("GET", "//v1/jobs"),
         ("GET", "/v1/jobsx"),
     ],
@@ -148,6 +147,29 @@ async def test_who_submitted_a_job_outlives_redis(store: Store, settings: Settin
     assert note and (note.submitted_by, note.weight) == ("alice", 0.5)
     assert await store.submitted_by(job_id) == "alice"
     assert await store.submitted_by("demo-none") is None
+
+
+async def test_a_key_serves_the_episodes_of_its_own_jobs(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice = bearer(settings, "alice")
+    hers = await submitted(store, settings, key_of("alice"))
+    his = await submitted(store, settings, key_of("bob"))
+
+    async def lease(job_id: str | None) -> httpx.Response:
+        body = {"worker": "w", "job_id": job_id}
+        return await http.post("/v1/episodes/lease", json=body, headers=alice)
+
+    own = await lease(hers)
+    assert (own.status_code, own.json()) == (200, {"episodes": []}), own.text
+    other, absent = await lease(his), await lease("demo-0none")
+    assert (other.status_code, absent.status_code) == (404, 404)
+    assert f"no job {his!r}" in other.json()["detail"]
+    unnamed = await lease(None)
+    assert unnamed.status_code == 403
+    assert "'job_id' is missing; expected the id of one" in unnamed.json()["detail"]
+    renewed = await http.post("/v1/episodes/renew", json={"worker": "w"}, headers=alice)
+    assert renewed.status_code == 200, renewed.text
 
 
 async def test_another_keys_submission_is_not_withdrawn(

@@ -55,6 +55,7 @@ OWN_PATHS = [
     for path in (
         r"/v1/jobs(/.*)?",
         r"/v1/files(/file-[0-9a-f]+(/content)?)?",
+        r"/v1/episodes/(lease|renew|[\w-]+/result)",
         r"/api/v1/.*",
         r"/operations/.*",
         r"/openapi\.json",
