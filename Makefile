@@ -7,7 +7,7 @@ SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda model demo demo-tiny demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release lock clean
+.PHONY: help setup cuda model demo demo-tiny demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release hashes lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ site: $(VENV)/.ready ## build the documentation as a site in site/, which loads 
 
 release: $(VENV)/.ready ## make dist/ of this commit, and check it: wheel, digests, notes, images
 	sh requirements/release.sh
+
+hashes: $(VENV)/.ready ## write the pins with the digests of their files into dist/
+	sh requirements/hashes.sh
 
 lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh

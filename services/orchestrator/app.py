@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
+import sys
 from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
@@ -100,6 +102,7 @@ def create_service(
         lifespan=lifespan,
         keys=SessionKeys(sessions, named),
         public=lambda path: page.is_public(path) or tinker.is_public(path),
+        most_bytes=most_bytes,
     )
     if workers:
         _add_gauges(service, workers)
@@ -107,6 +110,28 @@ def create_service(
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
+
+
+BODY_BYTES = 1 << 20
+"""Most bytes of a body, a job's included, but for `LARGER`."""
+
+LARGER = (
+    (re.compile(r"/v1/files|/v1/jobs/[^/]+/(groups|atropos/.*)"), sys.maxsize),  # data
+    (
+        re.compile(  # a session's, which bound what they take
+            r"(/sessions/[^/]+)?/(v1/(chat/completions|completions|messages|responses)"
+            r"|inference/v1/generate)"
+        ),
+        sys.maxsize,
+    ),
+    (re.compile(r"/api/v1/(forward|forward_backward)"), tinker.MAX_CALL_BYTES),
+    (re.compile(r"/api/v1/asample"), tinker.MAX_SAMPLE_BYTES),
+)
+"""Paths with larger bodies, and their most bytes. HONE_MAX_BODY_MIB bounds all."""
+
+
+def most_bytes(path: str) -> int:
+    return next((most for larger, most in LARGER if larger.fullmatch(path)), BODY_BYTES)
 
 
 def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders) -> Extensions:

@@ -3,6 +3,8 @@ ways."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, TypeVar
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -64,6 +66,40 @@ def _unwritable(body: BaseModel, error: ValueError) -> BadRequest:
     )
 
 
+MAX_NUMBER = 2**63
+"""Bound of whole numbers in JSON: msgpack, Redis and numpy carry 64 bits."""
+
+_SUSPECT = re.compile(rb"[0-9]{19}|\\u[dD]")
+"""What may be a whole number beyond 64 bits, which pydantic takes, or half of a surrogate pair."""
+
+
+def read_json(data: bytes) -> Any:
+    """Returns the value. Raises ValueError for what is no JSON, for text that UTF-8 lacks (half of
+    a surrogate pair), and for a whole number beyond 64 bits."""
+    try:
+        value = json.loads(data, parse_int=_whole, parse_constant=_no_constant)
+        if b"\\ud" in data.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a text holds {error.object[error.start]!r}, half of a surrogate pair; expected text "
+            "that UTF-8 has"
+        ) from error
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) >= MAX_NUMBER:
+        raise ValueError(f"{digits:.40} is a whole number beyond 64 bits")
+    return int(digits)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
     """Returns the model that `data` holds; raises BadRequest with one sentence per fault."""
     return _validated(model, data, media_type, tolerant=False)
@@ -80,6 +116,8 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
     extra = "ignore" if tolerant and is_closed else None  # an open model keeps its extra fields
     try:
         if media_type != MSGPACK:
+            if not tolerant and _SUSPECT.search(data):
+                read_json(data)
             return model.model_validate_json(data or b"{}", extra=extra)
         return model.model_validate(_unpacked(data), extra=extra, context={BINARY: True})
     except ValidationError as error:

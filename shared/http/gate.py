@@ -11,6 +11,7 @@ import hmac
 import re
 import secrets
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,10 +19,20 @@ from typing import Any, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from shared.errors import BadRequest, Forbidden, HoneError, Malformed, NotFound, Unauthorized
+from shared.errors import (
+    BadRequest,
+    Failed,
+    Forbidden,
+    HoneError,
+    Malformed,
+    NotFound,
+    TooLarge,
+    Unauthorized,
+)
 from shared.host.logs import get_logger
 from shared.http.operations import LINES, OPEN_PATHS, DrainState
 from shared.http.ownership import HEADER, Ownership, asking, requester_of
@@ -46,6 +57,10 @@ feed."""
 TINKER = "tml-"
 """What the keys of Tinker's SDK begin with: it takes no others."""
 
+DISCONNECTED = 499
+"""Status, in log and metrics, of a request whose client went away before it was answered, as nginx
+has it."""
+
 READING = ("GET", "HEAD")
 """Methods that change nothing."""
 
@@ -68,6 +83,12 @@ class RequestMetrics:
         self.seconds = Histogram(
             "hone_http_request_seconds", "Time to answer", ["method", "path"], registry=registry
         )
+
+
+def caller_name() -> str:
+    """Returns the name of the caller's API key; "" for HONE_TOKEN, or where none is needed."""
+    key = caller.get()
+    return key.name if key else ""
 
 
 def own_jobs_of() -> str | None:
@@ -104,8 +125,10 @@ class Gate:
         ownership: Ownership,
         keys: AcceptedKeys | None = None,
         public: Callable[[str], bool] = lambda path: False,
+        most_bytes: Callable[[str], int] | None = None,
     ) -> None:
         self._app = app
+        self._most_bytes = most_bytes
         self._public = public
         self._ownership = ownership
         self._keys = keys
@@ -146,14 +169,23 @@ class Gate:
             self._check(scope["path"], headers)
             asking.set(requester_of(headers.get(HEADER, "")) if is_authorized else None)
             self._ownership.hear()
-            await self._app(scope, self._bounded(receive), send_with_id)
+            await self._app(scope, self._bounded(receive, scope["path"]), send_with_id)
         except HoneError as error:
             await problem(error)(scope, receive, send_with_id)
+        except ClientDisconnect:  # while it sent its body: no one is left to answer
+            status = status or DISCONNECTED
         except asyncio.CancelledError:  # by the end of the service: see `Service.server`
             if not self._draining.has_begun():
                 raise
             if not status:
                 await problem(self._draining.error())(scope, receive, send_with_id)
+        except Exception as error:  # a bug: the last resort of a request
+            get_logger().exception("request failed", method=scope["method"], path=scope["path"])
+            if status:  # the answer has begun, and breaks off
+                raise
+            asked = f"{scope['method']} {scope['path']:.200}"
+            bug = Failed(f"{asked}: {type(error).__name__}: {error!s:.300}", code="bug")
+            await problem(bug)(scope, receive, send_with_id)
         finally:
             self._note_end(scope, status or 500, time.perf_counter() - start)
 
@@ -191,13 +223,19 @@ class Gate:
         if self._draining.has_begun() and path not in OPEN_PATHS:
             raise self._draining.error()
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self._max_body_bytes:
-            raise self._too_long(length)
+        if not re.fullmatch(r"[0-9]{1,18}", length) or int(length) > self._limit(path):
+            raise self._too_long(length[:80], path)
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _limit(self, path: str) -> int:
+        """Returns how many bytes a body of the path may have."""
+        most = self._max_body_bytes
+        return min(most, self._most_bytes(path)) if self._most_bytes else most
+
+    def _bounded(self, receive: Receive, path: str) -> Receive:
         """Returns `receive` with limits, because a body may hide its length and may never
         arrive."""
         taken, is_complete, start = 0, False, asyncio.get_running_loop().time()
+        most_bytes = self._limit(path)
 
         async def bounded() -> Message:
             nonlocal taken, is_complete
@@ -213,13 +251,18 @@ class Gate:
                 ) from error
             taken += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
-            if taken > self._max_body_bytes:
-                raise self._too_long(f"more than {self._max_body_bytes}")
+            if taken > most_bytes:
+                raise self._too_long(f"more than {most_bytes}", path)
             return message
 
         return bounded
 
-    def _too_long(self, length: str) -> BadRequest:
+    def _too_long(self, length: str, path: str) -> BadRequest:
+        if (most_bytes := self._limit(path)) < self._max_body_bytes:
+            return TooLarge(
+                f"body of {length} bytes; at most {most_bytes} are taken at {path:.200}: put data "
+                "into a file, and upload it to POST /v1/files"
+            )
         return BadRequest(
             f"body of {length} bytes; at most {self._max_body_bytes} are taken (setting "
             "HONE_MAX_BODY_MIB)"
@@ -269,9 +312,10 @@ def _check_origin(method: str, headers: Mapping[str, str]) -> None:
 
 
 def _check_single(names: list[str]) -> None:
+    times = Counts(names)
     for name in SINGLE:
-        if names.count(name) > 1:
-            raise Malformed(f"the header {name!r} came {names.count(name)} times, expected once")
+        if times[name] > 1:
+            raise Malformed(f"the header {name!r} came {times[name]} times, expected once")
 
 
 def _is_stream(start: Message) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -45,8 +46,8 @@ THREAD_BYTES = 1 << 17
 """Larger answers take more than a millisecond to compress, so a thread does it and other requests
 continue."""
 
-READ_BYTES = 1 << 20
-"""Larger bodies take milliseconds to read, so a thread does it."""
+READ_BYTES = 1 << 16
+"""Larger bodies take milliseconds to read and check, so a thread does it."""
 
 GZIP_LEVEL = 1
 """The fastest. Token ids are mostly zero bits, so higher levels gain little."""
@@ -73,9 +74,9 @@ async def refuse_unknown_parameters(request: Request) -> None:
     declared: list[dict[str, Any]] = extra.get("parameters", [])
     tables = [one["name"] for one in declared if one.get("style") == "deepObject"]
     known += [one["name"] for one in declared if one["name"] not in tables]
-    names = [name for name, _ in request.query_params.multi_items()]
-    for name in names:
-        if (count := names.count(name)) > 1 and name not in lists_of(declared):
+    times = Counter(name for name, _ in request.query_params.multi_items())
+    for name, count in times.items():
+        if count > 1 and name not in lists_of(declared):
             raise BadRequest(
                 f"parameter {name!r} came {count} times, expected once",
                 errors=[{"pointer": f"/query/{name}", "detail": "expected once"}],
@@ -138,6 +139,12 @@ async def parse_body(size: int, read: Callable[P, T], *args: P.args, **kwargs: P
     if size <= READ_BYTES:
         return read(*args, **kwargs)
     return await asyncio.to_thread(read, *args, **kwargs)
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    """Returns the request's body; "{}" for none. Raises BadRequest as `codec.decode`."""
+    data = await request.body()
+    return await parse_body(len(data), codec.decode, model, data, media_type(request, data))
 
 
 async def render(result: BaseModel, request: Request) -> Response:

@@ -61,7 +61,8 @@ class Service:
     """One HTTP service: `app` is the ASGI application, with the health routes. `busy` returns how
     much work is under way, in the service's own unit; None: its number of operations. `keys` are
     accepted beside HONE_TOKEN. `ownership`: which orchestrator owns it, if it can be owned. Paths
-    that are `public` need no token to be read."""
+    that are `public` need no token to be read. `most_bytes` returns how many bytes a body of a path
+    may have, if fewer than HONE_MAX_BODY_MIB."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Service:
         keys: AcceptedKeys | None = None,
         ownership: Ownership | None = None,
         public: Callable[[str], bool] = lambda path: False,
+        most_bytes: Callable[[str], int] | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -88,6 +90,7 @@ class Service:
         self._lifespan = lifespan
         self._keys = keys
         self._public = public
+        self._most_bytes = most_bytes
         self._bodies: dict[tuple[str, str], Any] = {}
         self.gauge("memory_bytes", "Resident memory of the process and its children").set_function(
             resident_bytes
@@ -134,7 +137,7 @@ class Service:
             kind = rendering.media_type(request, data)
             if parameters and request.query_params:
                 data, kind = rendering.body_of_parameters(request, data), codec.JSON
-            body = codec.decode(body_type, data, kind)
+            body = await rendering.parse_body(len(data), codec.decode, body_type, data, kind)
             if stream is not None and operations.LINES in request.headers.get("accept", ""):
                 deadline_s = self.settings.operation_deadline_s
                 return await operations.answer(
@@ -244,6 +247,7 @@ class Service:
             ownership=self.ownership,
             keys=self._keys,
             public=self._public,
+            most_bytes=self._most_bytes,
         )
         app.add_exception_handler(HoneError, rendering.answer_error)
         app.add_exception_handler(RequestValidationError, rendering.answer_validation)
@@ -269,8 +273,7 @@ class Service:
 
     async def _wait_any(self, request: Request) -> Response:
         """Waits for the first of many operations, in one request."""
-        data = await request.body()
-        wanted = codec.decode(WaitRequest, data, rendering.media_type(request, data))
+        wanted = await rendering.read_body(request, WaitRequest)
         return await rendering.render(await self.operations.wait_any(wanted, self._busy), request)
 
     async def _poll(

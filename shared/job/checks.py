@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from shared.errors import BadRequest
@@ -319,7 +320,7 @@ def _check_rewards(job: Job) -> None:
 
 def _check_reward_names(job: Job) -> None:
     labels = [reward.label for reward in job.rewards] + ["teacher"] * (job.teacher is not None)
-    twice = sorted({label for label in labels if labels.count(label) > 1})
+    twice = sorted(label for label, times in Counter(labels).items() if times > 1)
     if twice:
         raise ValueError(
             f'two rewards are called {twice[0]!r}; give one of them another name = "..."'

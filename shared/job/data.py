@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from pydantic import Field, field_validator, model_validator
 
 from shared.documented import Plain
-from shared.job.section import Section
+from shared.job.section import MAX_ENTRIES, MAX_TEXT, Section, Text
 
 UPLOADED = re.compile(r"file-[0-9a-f]{24}")
 """The id of an uploaded file."""
@@ -21,14 +22,22 @@ MAX_INLINE_BYTES = 1 << 18
 
 MAX_TEMPLATE_CHARS = 1 << 16
 
-Source = str | tuple[dict[str, Plain], ...]
+MAX_COLUMNS = 1000
+
+Source = (
+    Text
+    | Annotated[
+        tuple[Annotated[dict[str, Plain], Field(max_length=MAX_COLUMNS)], ...],
+        Field(max_length=MAX_INLINE_ROWS),
+    ]
+)
 """Where problems come from: the name of a file or data set, or the rows themselves."""
 
 
 class TemplateMessage(Section):
     """A chat message, made from a row."""
 
-    role: str = Field(min_length=1)
+    role: str = Field(min_length=1, max_length=MAX_TEXT)
     """Who says it: "system", "user", "assistant", or another role of the model's chat template."""
 
     content: str = Field(max_length=MAX_TEMPLATE_CHARS)
@@ -45,25 +54,25 @@ class DataSpec(Section):
     as a list of tables (up to 1000, and 256 KiB). Only a job of 0 steps may be without, and does
     not read them."""
 
-    train_split: str = "train"
+    train_split: Text = "train"
     """Split of a Hugging Face dataset to train on. Files have none."""
 
     eval: Source | None = None
     """The held-out problems, never trained on, in any form that `train` takes. None: the job does
     no evaluation."""
 
-    eval_split: str = "test"
+    eval_split: Text = "test"
     """Split of a Hugging Face dataset to evaluate on. Files have none."""
 
-    config: str | None = None
+    config: Text | None = None
     """Configuration of a Hugging Face dataset that has several, for example "main" of
     openai/gsm8k. It counts for `train` and `eval`."""
 
-    revision: str | None = None
+    revision: Text | None = None
     """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest one
     when the job is submitted. The job's record notes the commit, and the job keeps to it."""
 
-    columns: dict[str, str] = {}
+    columns: dict[Text, Text] = Field(default={}, max_length=MAX_COLUMNS)
     """Other names for columns: `{ prompt = "question" }` calls the column "question" `prompt`, for
     template, filter and graders alike. Columns that are not named keep their names. Empty: all
     do."""
@@ -73,7 +82,9 @@ class DataSpec(Section):
     unchanged. None: `messages` make the prompt; without these the prompt is the column `prompt`,
     text or a list of chat messages (`role`, `content`)."""
 
-    messages: tuple[TemplateMessage, ...] | None = Field(default=None, min_length=1)
+    messages: tuple[TemplateMessage, ...] | None = Field(
+        default=None, min_length=1, max_length=MAX_ENTRIES
+    )
     """How a row becomes a prompt of chat messages, each with a `role` and a Jinja template over the
     row's columns as `content`. They go through the model's chat template. None: see `template`."""
 
@@ -83,7 +94,7 @@ class DataSpec(Section):
     an assistant's message, each such message is an answer to the messages before it; of other rows
     the answer is the column `answer`."""
 
-    system_prompt: str | None = None
+    system_prompt: str | None = Field(default=None, max_length=MAX_TEMPLATE_CHARS)
     """A system message before every prompt. Prompts that are text become a user message after it,
     so they go through the chat template too. None: no system message is added."""
 
@@ -125,8 +136,8 @@ class DataSpec(Section):
     @field_validator("columns")
     @classmethod
     def _each_column_once(cls, columns: dict[str, str]) -> dict[str, str]:
-        old = list(columns.values())
-        if twice := next((name for name in old if old.count(name) > 1), None):
+        times = Counter(columns.values())
+        if twice := next((name for name in columns.values() if times[name] > 1), None):
             raise ValueError(f"expected one name for each column, and {twice!r} has two")
         return columns
 
@@ -144,17 +155,17 @@ class HeldOutSpec(Section):
     source: Source
     """The problems, in any form that `data.train` takes."""
 
-    split: str = "test"
+    split: Text = "test"
     """Split of a Hugging Face dataset. Files have none."""
 
-    config: str | None = None
+    config: Text | None = None
     """Configuration of a Hugging Face dataset that has several."""
 
-    revision: str | None = None
+    revision: Text | None = None
     """Commit, tag or branch of a Hugging Face dataset. None: the newest one when the job is
     submitted; the job keeps to it."""
 
-    columns: dict[str, str] | None = None
+    columns: dict[Text, Text] | None = Field(default=None, max_length=MAX_COLUMNS)
     """Other names for columns, as in `data.columns`. None: `data.columns` itself."""
 
     template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
@@ -190,6 +201,8 @@ def _source(value: Any) -> Any:
     if isinstance(value, str):
         if value == "":
             raise ValueError("expected a file, a data set's id or a list of rows")
+        if len(value) > MAX_TEXT:
+            raise ValueError(f"expected at most {MAX_TEXT} characters, not {len(value)}")
         return value
     if not isinstance(value, list | tuple) or not value:
         raise ValueError("expected the name of a file or data set, or a list of at least one row")
@@ -206,6 +219,8 @@ def _check_rows(rows: Sequence[Any]) -> None:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"expected tables, and row {number} is {row!r:.80}")
+        if len(cast(dict[str, Any], row)) > MAX_COLUMNS:
+            raise ValueError(f"expected at most {MAX_COLUMNS} columns, and row {number} has more")
     if (size := len(json.dumps(rows, default=str))) > MAX_INLINE_BYTES:
         raise ValueError(
             f"expected at most {MAX_INLINE_BYTES} bytes of rows in the job itself, not {size}; put "

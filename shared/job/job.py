@@ -35,7 +35,9 @@ from shared.job.running import (
     WandbSpec,
 )
 from shared.job.sampling import DifficultySpec, EnvironmentSpec, RewardSpec, SamplingSpec
-from shared.job.section import JOB_ID, MAX_NAME, Section
+from shared.job.section import JOB_ID, MAX_ENTRIES, MAX_NAME, MAX_TEXT, Section, Text
+
+MAX_REWARDS = 64
 
 OTHER_NAMES = {
     # how much is sampled
@@ -153,12 +155,12 @@ class Job(Section):
     """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.
     Lower-case letters, digits, "-" and "_", at most 40."""
 
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, max_length=MAX_TEXT)
     """The model that training begins with: a folder in Hugging Face format that trainer and sampler
     both see, or a Hugging Face id. A job of 0 steps evaluates it, unless `evaluation.models` names
     others."""
 
-    model_revision: str | None = None
+    model_revision: Text | None = None
     """Commit, tag or branch of a Hugging Face model. None: the newest one. Name a commit if the run
     must be repeatable."""
 
@@ -224,7 +226,7 @@ class Job(Section):
     environment: EnvironmentSpec | None = None
     """What completions act in. None: a completion is one answer."""
 
-    rewards: tuple[RewardSpec, ...]
+    rewards: tuple[RewardSpec, ...] = Field(max_length=MAX_REWARDS)
     """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
     reward is their weighted sum. Left out with `[environment]`: the environment's own reward, the
     grader "environment". Left out, or [], with `[teacher]`: the teacher alone. Left out with
@@ -275,7 +277,7 @@ class Job(Section):
     """Notes of your own, shown with the job: up to 16 names of up to 64 characters, each with a
     text of up to 512. They change nothing."""
 
-    request: dict[str, Plain] = {}
+    request: dict[str, Plain] = Field(default={}, max_length=MAX_ENTRIES)
     """The request of OpenAI's API that made the job; only that API shows it. Empty: the job was
     submitted as a job."""
 

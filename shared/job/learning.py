@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.job.section import Section
+from shared.job.section import MAX_TEXT, Section, Text
 
 MAX_SERVED_RANK = 512
 """Largest rank of an adapter that vLLM serves beside the model."""
@@ -276,7 +276,7 @@ class TeacherSpec(Section):
     Equations are in services/orchestrator/grpo/examples.py.
     """
 
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, max_length=MAX_TEXT)
     """The teacher, as the endpoint at HONE_TEACHER_URL calls it. Its vocabulary must be the
     vocabulary of the job's model, because it reads the sampled token ids."""
 
@@ -290,6 +290,10 @@ class TeacherSpec(Section):
     on both sides, in nats, above 0. A token that the teacher all but rules out would else outweigh
     all others. 10 is verl's value: a token of which the policy is sure and to which the teacher
     gives a probability of 0.00005."""
+
+
+MAX_LAYERS = 4096
+"""Most names of layers: seven for each layer of the largest models, and some room."""
 
 
 class LoraSpec(Section):
@@ -306,7 +310,9 @@ class LoraSpec(Section):
     is exactly the sampled one. With several optimizer steps per batch, dropout's noise is in the
     ratios of all steps but the first, and narrow bounds as for "gspo" clip it."""
 
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: (
+        Literal["all-linear"] | Annotated[tuple[Text, ...], Field(max_length=MAX_LAYERS)]
+    ) = "all-linear"
     """Names of the layers that get adapters, for example ["q_proj", "v_proj"]. "all-linear": every
     linear layer but the output head. Layers that no text goes through, as in a vision tower, never
     get one."""

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from shared.job.data import HeldOutSpec
 from shared.job.sampling import MAX_TEMPERATURE
-from shared.job.section import Section
+from shared.job.section import MAX_ENTRIES, Section, Text
 
 MAX_MODELS = 16
 
@@ -62,7 +62,7 @@ class MemorySpec(Section):
     the model, and "eager" where that choice would ignore a cap on attention's logits, as for Gemma
     2."""
 
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[Text, Any] = Field(default={}, max_length=MAX_ENTRIES)
     """Merged over the configuration given to DeepSpeed, key by key. Only keys about placement,
     communication and logging are taken; others are refused."""
 
@@ -134,7 +134,7 @@ class CheckpointSpec(Section):
     keep_every: int = Field(default=0, ge=0)
     """Older checkpoints whose step is divisible by this are kept too. 0: none."""
 
-    keep_best: str | None = "reward"
+    keep_best: Text | None = "reward"
     """The metric of evaluations by which the best checkpoint is kept, however old: "reward",
     "pass@1" and so on, for a named held-out set "<set>/reward". Only steps with both a checkpoint
     and an evaluation are compared, so `every` and `evaluation.every` are best the same; of equal
@@ -148,7 +148,7 @@ class StopSpec(Section):
     target: float | None = None
     """Ends the job once an evaluation's `metric` is at least this. None: no evaluation does."""
 
-    metric: str = "reward"
+    metric: Text = "reward"
     """Metric of `target`: "reward", "pass@1" and so on, "rewards/<name>/mean"; for a named held-out
     set, "<set>/reward" and the like."""
 
@@ -182,10 +182,10 @@ class RolloutsSpec(Section):
 class WandbSpec(Section):
     """Logs metrics to Weights & Biases as well. The key is the orchestrator's WANDB_API_KEY."""
 
-    project: str
+    project: Text
     """Project to log to."""
 
-    entity: str | None = None
+    entity: Text | None = None
     """User or team that owns the project. None: the default of the key."""
 
     name: str | None = Field(default=None, min_length=1, max_length=128)
@@ -195,7 +195,7 @@ class WandbSpec(Section):
     mode: Literal["online", "offline"] = "online"
     """"offline" writes to the run folder only, and needs no key."""
 
-    tags: tuple[str, ...] = ()
+    tags: tuple[Text, ...] = Field(default=(), max_length=MAX_ENTRIES)
     """Tags of the run."""
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.documented import Plain
 from shared.http.urls import check_url
-from shared.job.section import Section
+from shared.job.section import MAX_ENTRIES, MAX_TEXT, Section, Text
 
 MAX_SOURCE_BYTES = 1 << 20
 
@@ -50,17 +50,21 @@ class SamplingSpec(Section):
     """Samples only from this many most likely tokens. 0 samples from the whole vocabulary;
     otherwise see `correction.truncated_sampling`."""
 
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)], ...] = Field(
+        default=(), max_length=MAX_ENTRIES
+    )
     """Texts that end a completion, besides the model's own end token."""
 
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), max_length=MAX_ENTRIES
+    )
     """Token ids that end a completion, besides the model's own end token."""
 
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Samples only from tokens at least this share as likely as the likeliest. 0 samples from the
     whole vocabulary; otherwise see `correction.truncated_sampling`."""
 
-    template_args: dict[str, Plain] = {}
+    template_args: dict[Text, Plain] = Field(default={}, max_length=MAX_ENTRIES)
     """Arguments of the model's chat template, for example `enable_thinking`. Prompts that are text
     go through none."""
 
@@ -123,11 +127,11 @@ class RewardSpec(Section):
     """One reward: a grader by name, with its `params`, or your own code by `file` and `function`
     (docs/rewards.md)."""
 
-    grader: str = "function"
+    grader: Text = "function"
     """Name of a grader; `GET /graders` of the reward service lists them. "function" is your own
     code in `file`."""
 
-    name: str | None = None
+    name: Text | None = None
     """The reward's name in metrics and stored rollouts; no two of a job have the same name. None:
     the grader's name, or the function's."""
 
@@ -139,7 +143,7 @@ class RewardSpec(Section):
     """The reward is for form only (length, format). It counts in the sum, but gives a group no
     signal: groups that differ only in it are not trained on."""
 
-    params: dict[str, Plain] = {}
+    params: dict[Text, Plain] = Field(default={}, max_length=MAX_ENTRIES)
     """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
     schema."""
 
@@ -149,11 +153,11 @@ class RewardSpec(Section):
     channels. Two tags in their place: `["<reasoning>", "</reasoning>"]`. False: all of it is
     graded. Graders of length and your own functions get the whole completion anyway."""
 
-    file: str | None = None
+    file: Text | None = None
     """Python file with your own reward, relative to the job file or to the working directory. Its
     text travels with the job."""
 
-    function: str = "reward"
+    function: Text = "reward"
     """Name in `file` of a function `def reward(completions, **columns) -> list[float]`, as TRL has
     it, or of a class."""
 
@@ -219,7 +223,7 @@ class EnvironmentSpec(Section):
     starts. "pushed": groups of completions that are sampled and scored elsewhere and posted to the
     job, which has no `data.train`."""
 
-    file: str | None = None
+    file: Text | None = None
     """Python file with the class or the functions, relative to the job file or to the working
     directory. Its text travels with the job."""
 
@@ -227,18 +231,18 @@ class EnvironmentSpec(Section):
     """Text of `file`, at most 1 MiB, which `load_job` fills in. A job that is not submitted from a
     file sets it in place of `file`."""
 
-    name: str | dict[str, str] = ""
+    name: Text | Annotated[dict[Text, Text], Field(max_length=MAX_ENTRIES)] = ""
     """Of kind "class": the class. A table names several, and a row's column `environment` says
     which."""
 
-    tools: tuple[str, ...] = ()
+    tools: tuple[Text, ...] = Field(default=(), max_length=MAX_ENTRIES)
     """Of kind "tools": the functions."""
 
-    mcp: tuple[str, ...] = ()
+    mcp: tuple[Text, ...] = Field(default=(), max_length=MAX_ENTRIES)
     """Of kind "tools": URLs of MCP servers, as in "http://127.0.0.1:9000/mcp", whose tools are
     offered beside the functions. HONE_ALLOWED_ENVIRONMENTS says which hosts may be named."""
 
-    url: str | tuple[str, ...] = ()
+    url: Text | Annotated[tuple[Text, ...], Field(max_length=MAX_ENTRIES)] = ()
     """Of kind "openenv": URL of the server, as in "http://127.0.0.1:8100", or a list of servers,
     of which an episode goes to the one with the fewest. HONE_ALLOWED_ENVIRONMENTS says which hosts
     may be named."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ConfigDict, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from shared.documented import Documented
 
@@ -19,6 +19,15 @@ JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 
 MAX_NAME = 40
 """Most characters of a job's name."""
+
+
+MAX_TEXT = 4096
+"""Most characters of a path, and of any text that has no length of its own."""
+
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+
+MAX_ENTRIES = 256
+"""Most entries of any list or table that has no number of its own."""
 
 
 def name_of(text: str, otherwise: str) -> str:

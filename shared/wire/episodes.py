@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from shared.documented import Plain
 from shared.job.sampling import EnvironmentSpec
+from shared.job.section import Text
 from shared.wire.base import JobId, Message, Reported, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rollouts import RolloutGroup
@@ -174,6 +175,10 @@ class LeasesRenewed(Wire):
     unwanted: tuple[LeaseId, ...] = ()
 
 
+MAX_ANSWERS = 10_000
+"""Most answers of one episode."""
+
+
 class EpisodeResult(Wire):
     """`POST /v1/episodes/{id}/result`: what the episode earned. `reward` is a number, a list with
     one entry per answer of the model, in order, or a table by the ids of answers, in which missing
@@ -184,7 +189,12 @@ class EpisodeResult(Wire):
     own, of which the job's metrics show the means.
     """
 
-    reward: Reported | tuple[Reported | None, ...] | dict[str, Reported | None] | None = None
+    reward: (
+        Reported
+        | Annotated[tuple[Reported | None, ...], Field(max_length=MAX_ANSWERS)]
+        | Annotated[dict[Text, Reported | None], Field(max_length=MAX_ANSWERS)]
+        | None
+    ) = None
     error: str | None = Field(default=None, min_length=1, max_length=4000)
     metrics: dict[MetricName, Reported] = Field(default={}, max_length=64)
 

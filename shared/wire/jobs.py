@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shared.job.section import MAX_ENTRIES, Text
 from shared.wire.base import JobId, Listing, Weight, Wire
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
@@ -112,7 +113,7 @@ class ResumeRequest(Wire):
     """`POST /v1/jobs/{id}/resume`: `set` are changes, as `--set` takes them:
     "memory.micro_batch_tokens=4096". Only keys that do not change what is learned are allowed."""
 
-    set: tuple[str, ...] = ()
+    set: tuple[Text, ...] = Field(default=(), max_length=MAX_ENTRIES)
 
 
 class JobList(Listing[JobSummary]):

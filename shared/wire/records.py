@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 
 from shared.documented import Plain
 from shared.job import Job, RewardSpec
+from shared.job.job import MAX_REWARDS
 from shared.wire.base import JobId, Listing, Message, Wire
 from shared.wire.jobs import JobSummary
 from shared.wire.packed import Logprobs, Mask
@@ -329,7 +330,7 @@ class RegradeRequest(Wire):
 
     first_step: int = Field(ge=1)
     last_step: int = Field(ge=1)
-    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1, max_length=MAX_REWARDS)
     num_examples: int = Field(default=10, ge=0, le=1000)
 
 

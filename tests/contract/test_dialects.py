@@ -375,8 +375,8 @@ async def test_a_body_of_other_types_is_refused_with_a_sentence(
 @pytest.mark.parametrize(
     ("path", "text", "sentence"),
     [
-        ("/v1/chat/completions", '{"messages": [{"role": "\\ud800"}]}', "Unicode"),
-        ("/v1/responses", '{"model": "\\uD800", "input": "Go."}', "Unicode"),
+        ("/v1/chat/completions", '{"messages": [{"role": "\\ud800"}]}', "surrogate"),
+        ("/v1/responses", '{"model": "\\uD800", "input": "Go."}', "surrogate"),
         ("/v1/completions", '{"prompt": [-1]}', "'prompt' is [-1]"),
         ("/v1/completions", '{"prompt": [2147483648]}', "'prompt' is [2147483648]"),
         (
@@ -454,3 +454,11 @@ async def test_without_a_session_a_call_of_agents_apis_is_refused(bench: Bench) 
     for path in ("/v1/responses", "/v1/messages"):
         answer = await bench.post(path, {"model": "m"}, authorization=f"Bearer {TOKEN}")
         assert answer.status_code == 404 and "names no session" in answer.json()["detail"]
+
+
+async def test_a_prompt_that_gives_no_tokens_is_the_agents_fault(bench: Bench) -> None:
+    bench.sampler.tokenizer.chat_template = "{{ '' }}"
+    body = {"messages": [{"role": "user", "content": "Go."}]}
+    refused = await bench.post("/v1/chat/completions", body)
+    assert (refused.status_code, refused.json()["code"]) == (422, "bad_request"), refused.text
+    assert refused.json()["detail"].startswith(f"session {bench.session.id!r}: ")

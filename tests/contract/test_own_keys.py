@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -25,6 +26,7 @@ from shared.weights.folders import MANIFEST, STATE
 from shared.wire import ApiKey
 from tests.support import orchestrator_stack
 from tests.support.job_records import JOB
+from tests.support.model_folders import make_model_folder
 
 ROOT = "root-token-of-the-stack"
 
@@ -107,7 +109,6 @@ async def test_another_keys_job_is_not_there(
         ("GET", "/v1/fine_tuning/jobs"),
         ("POST", "/v1/keys"),
         ("POST", "/v1/recover"),
-        ("POST", "/v1/episodes/lease"),
         ("GET", "//v1/jobs"),
         ("GET", "/v1/jobsx"),
     ],
@@ -146,6 +147,29 @@ async def test_who_submitted_a_job_outlives_redis(store: Store, settings: Settin
     assert note and (note.submitted_by, note.weight) == ("alice", 0.5)
     assert await store.submitted_by(job_id) == "alice"
     assert await store.submitted_by("demo-none") is None
+
+
+async def test_a_key_serves_the_episodes_of_its_own_jobs(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice = bearer(settings, "alice")
+    hers = await submitted(store, settings, key_of("alice"))
+    his = await submitted(store, settings, key_of("bob"))
+
+    async def lease(job_id: str | None) -> httpx.Response:
+        body = {"worker": "w", "job_id": job_id}
+        return await http.post("/v1/episodes/lease", json=body, headers=alice)
+
+    own = await lease(hers)
+    assert (own.status_code, own.json()) == (200, {"episodes": []}), own.text
+    other, absent = await lease(his), await lease("demo-0none")
+    assert (other.status_code, absent.status_code) == (404, 404)
+    assert f"no job {his!r}" in other.json()["detail"]
+    unnamed = await lease(None)
+    assert unnamed.status_code == 403
+    assert "'job_id' is missing; expected the id of one" in unnamed.json()["detail"]
+    renewed = await http.post("/v1/episodes/renew", json={"worker": "w"}, headers=alice)
+    assert renewed.status_code == 200, renewed.text
 
 
 async def test_another_keys_submission_is_not_withdrawn(
@@ -213,3 +237,111 @@ async def test_another_keys_checkpoint_is_nothing_to_begin_with(
         assert [use.path for use in await store.models_below(settings.runs_dir / his)] == [folder]
     finally:
         caller.reset(token)
+
+
+FULL = {
+    "name": "alices",
+    "model": "owner/model",
+    "steps": 1,
+    "data": {"train": [{"prompt": "1?", "answer": "1"}]},
+    "rewards": [{"grader": "exact_match"}],
+}
+
+
+def naming(path: str, key: str) -> dict[str, Any]:
+    """A job that names the path under the key."""
+    if key == "evaluation.models":
+        held_out = {"eval": FULL["data"]["train"]}
+        models = {"models": [{"name": "a", "model": path}]}
+        return FULL | {"steps": 0, "data": held_out, "evaluation": models}
+    if key == "training.start_from":
+        return FULL | {"training": {"start_from": path}}
+    if key == "data.train":
+        return FULL | {"data": {"train": f"{path}/rows.jsonl"}}
+    return FULL | {key: path}
+
+
+@pytest.mark.parametrize("route", ["", "/dry_run", "/plan"])
+@pytest.mark.parametrize("key", ["model", "evaluation.models", "training.start_from", "data.train"])
+async def test_another_keys_path_is_as_one_that_does_not_exist(
+    http: httpx.AsyncClient, store: Store, settings: Settings, route: str, key: str
+) -> None:
+    alice = bearer(settings, "alice")
+    his = await submitted(store, settings, key_of("bob"))
+    theirs = settings.runs_dir / his / "checkpoints" / "step-000001"
+    make_model_folder(theirs)
+    (theirs / "rows.jsonl").write_text('{"prompt": "secret", "answer": "1"}\n')
+    for job_id in (his, "bobs-0none"):
+        path = settings.runs_dir / job_id / "checkpoints" / "step-000001"
+        body = {"job": naming(str(path), key)}
+        found = await http.post(f"/v1/jobs{route}", json=body, headers=alice)
+        assert found.status_code == 404, found.text
+        assert found.json()["detail"].startswith(f"no job {job_id!r}")
+
+
+async def test_another_keys_checkpoint_is_no_base_model(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice = bearer(settings, "alice")
+    his = await submitted(store, settings, key_of("bob"))
+    path = settings.runs_dir / his / "checkpoints" / "step-000001"
+    make_model_folder(path)
+    body = {"session_id": "s", "base_model": str(path)}
+    for route, number in (
+        ("create_model", "model_seq_id"),
+        ("create_sampling_session", "sampling_session_seq_id"),
+    ):
+        found = await http.post(f"/api/v1/{route}", json=body | {number: 0}, headers=alice)
+        assert (found.status_code, found.json()["code"]) == (404, "not_found"), found.text
+
+
+async def test_a_resumed_job_has_no_priority_above_others(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice, root = bearer(settings, "alice"), {"authorization": f"Bearer {ROOT}"}
+    hers = await submitted(store, settings, key_of("alice"))
+    await store.pause(hers)
+
+    async def resume(headers: dict[str, str], *changes: str) -> httpx.Response:
+        await store.pause(hers)
+        return await http.post(
+            f"/v1/jobs/{hers}/resume", json={"set": list(changes)}, headers=headers
+        )
+
+    refused = await resume(alice, "priority=100")
+    assert refused.status_code == 403, refused.text
+    assert refused.json()["detail"].startswith("priority is 100, expected 0 or less")
+    assert (await resume(alice, "priority=-3")).status_code == 200
+    assert (await resume(root, "priority=5")).status_code == 200
+    assert (await resume(alice, "checkpoints.every=2")).status_code == 200  # 5 may stay
+    assert (await resume(alice, "priority=6")).status_code == 403
+    caller.set(None)
+    assert (await store.get(hers)).job.priority == 5
+
+
+async def test_a_session_finds_the_models_of_its_own_caller(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    root = {"authorization": f"Bearer {ROOT}"}
+    program = Job.model_validate(
+        {
+            "name": "program",
+            "model": "owner/model",
+            "steps": 9,
+            "rewards": [],
+            "training": {"objective": "program"},
+            "metadata": {"tinker_model": "s:train:0"},
+            "lora": {"rank": 32},
+        }
+    )
+    roots = await submitted(store, settings, None, program)
+    hers = await submitted(store, settings, key_of("alice"), program)
+    asked = {"model_id": "s:train:0"}
+    for headers, expected in ((root, roots), (bearer(settings, "alice"), hers)):
+        found = await http.post("/api/v1/get_info", json=asked, headers=headers)
+        assert found.json()["model_id"] == expected, found.text
+    beside = await http.post("/api/v1/get_info", json=asked, headers=bearer(settings, "bob"))
+    assert beside.status_code == 404
+    session = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": program.model}
+    opened = await http.post("/api/v1/create_sampling_session", json=session, headers=root)
+    assert opened.json()["sampling_session_id"].startswith(f"{roots}:"), opened.text

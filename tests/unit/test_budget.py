@@ -14,14 +14,14 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_050,
-    "shared": 14_150,
+    "shared": 14_200,
     "services/orchestrator/api": 1_750,
-    "services/orchestrator/data": 1_920,
+    "services/orchestrator/data": 1_930,
     "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 2_950,
     "services/orchestrator/jobs": 2_850,
     "services/orchestrator/samplers": 2_800,
-    "services/orchestrator/store": 3_050,
+    "services/orchestrator/store": 3_070,
     "services/reward": 15_050,
     "services/rollout": 5_650,
     "services/trainer": 9_950,

@@ -39,7 +39,7 @@ from shared.host import disk
 from shared.host.logs import API_KEY, get_logger
 from shared.http import codec, rendering
 from shared.http.gate import READING, caller
-from shared.http.rendering import CreatedResource, media_type, render
+from shared.http.rendering import CreatedResource, render
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
@@ -55,6 +55,7 @@ OWN_PATHS = [
     for path in (
         r"/v1/jobs(/.*)?",
         r"/v1/files(/file-[0-9a-f]+(/content)?)?",
+        r"/v1/episodes/(lease|renew|[\w-]+/result)",
         r"/api/v1/.*",
         r"/operations/.*",
         r"/openapi\.json",
@@ -219,8 +220,7 @@ def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
                 "this orchestrator has no HONE_TOKEN, so it answers every program on its "
                 "machine and asks for no key; set HONE_TOKEN first"
             )
-        data = await request.body()
-        wanted = codec.decode(CreateKey, data, media_type(request, data))
+        wanted = await rendering.read_body(request, CreateKey)
         key = await asyncio.to_thread(keys.create, wanted.name, wanted.access, wanted.weight)
         made = CreatedResource[CreatedKey](body=key, location=f"{PATH}/{key.name}", is_new=True)
         return await render(made, request)

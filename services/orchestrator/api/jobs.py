@@ -22,11 +22,13 @@ from services.orchestrator.store.run_folders import (
     accept,
     cancel,
     cancel_if_active,
+    check_allowed,
     complete_submission,
 )
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict
+from shared.http import rendering
 from shared.http.gate import scope_key
 from shared.http.rendering import CreatedResource
 from shared.http.service import Service, request_key
@@ -98,7 +100,7 @@ def _add_submitting(
                 body=known, location=f"/v1/jobs/{known.id}", is_new=False
             )
         await runs.check()
-        checked = await check_job(request.job, checks)
+        checked = await check_job(request.job, store, checks)
         submission = Submission(
             with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
@@ -121,7 +123,7 @@ def _add_submitting(
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        checked = await check_job(request.job, checks, showing=store)
+        checked = await check_job(request.job, store, checks, shows=True)
         job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
@@ -131,6 +133,7 @@ def _add_submitting(
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
         Only the job's model is looked at, and how long prompts of its data are; what else is wrong
         with the data is not refused."""
+        await check_allowed(store, request.job, settings.runs_dir)
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         known = PlanMeasurements(lengths=await checks.lengths(request.job))
         try:
@@ -202,20 +205,23 @@ def _add_changing(
         return await store.pause(job_id)
 
     @app.post("/v1/jobs/{job_id}/resume")
-    async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
+    async def resume_job(job_id: str, request: Request) -> JobState:
         """Queues a paused job again. It continues where it was, with other memory settings, steps
         and the like if the body says so."""
-        if request is None or not request.set:
+        given = await rendering.read_body(request, ResumeRequest)
+        if not given.set:
             return await store.resume(job_id)
         record = await store.get(job_id)
-        job = changed(record.job, request.set)
+        job = changed(record.job, given.set)
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
-        await check_job(job, checks, ("settings",))
+        await check_job(job, store, checks, ("settings",), present=record.job)
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)
+
+    service.body(ResumeRequest, "POST", "/v1/jobs/{job_id}/resume")
 
 
 def _dry_run(

@@ -40,9 +40,10 @@ def add_route(service: Service, settings: Settings, store: Store, extensions: Ex
     given = rendering.answers(RegradeReport) | rendering.accepted()
 
     @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
-    async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:
+    async def regrade_job(job_id: str, request: Request) -> Response:
         """Grades stored rollouts by other rewards and returns the differences. Nothing is written
         to the run."""
+        body = await rendering.read_body(request, RegradeRequest)
         record = await store.get(job_id)
         folder = RunFolder(Path(record.run_dir))
         key = request.headers.get("idempotency-key")
@@ -53,6 +54,8 @@ def add_route(service: Service, settings: Settings, store: Store, extensions: Ex
             f"regrading {job_id}",
         )
         return await service.answer(operation, request)
+
+    service.body(RegradeRequest, "POST", "/v1/jobs/{job_id}/regrade")
 
 
 async def regrade(

@@ -363,6 +363,18 @@ def tokenizer_folder(job: Job) -> Path:
     return folder
 
 
+def length_limit(job: Job) -> int | None:
+    """Returns how many tokens a sequence of the job's model may have; None if neither the job nor
+    a configuration here says it."""
+    try:
+        folder = tokenizer_folder(job)
+    except (TokenizerUnavailable, BadRequest):  # the trainer's host has it
+        return job.max_model_len
+    window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
+    limits = [limit for limit in (job.max_model_len, window) if limit is not None]
+    return min(limits, default=None)
+
+
 def tokenizer_stamp(job: Job) -> tuple[object, ...]:
     """Returns a stamp that changes when the files with the model's tokenizer or chat template
     do."""

@@ -6,6 +6,7 @@ import asyncio
 import csv
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,7 +217,8 @@ def _csv(path: Path, name: str, version: str) -> Table:
         raise no_rows(name)
     header = _header(first[0].decode("utf-8-sig", "replace"))
     _check_separator(header, name)
-    if twice := next((column for column in header if column and header.count(column) > 1), None):
+    times = Counter(header)
+    if twice := next((column for column in header if column and times[column] > 1), None):
         raise BadRequest(f"{name} has two columns {twice!r}; expected each name once in its header")
     return _arrow("csv", path, name, version)
 

@@ -23,7 +23,7 @@ from services.orchestrator.samplers.clients import Trial
 from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import Caller
-from services.orchestrator.store.run_folders import check_start
+from services.orchestrator.store.run_folders import check_allowed, check_start
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.explain import sentences
@@ -124,14 +124,18 @@ class Preflight:
 
 async def check_job(
     job: Job,
+    store: Store,
     executor: CheckExecutor,
     needs: Sequence[CheckNeeds] = ("settings", "data", "services"),
     *,
-    showing: Store | None = None,
+    shows: bool = False,
+    present: Job | None = None,
 ) -> Preflight:
-    """Returns the results of the checks of a submission with these `needs`; of a dry run, if
-    `showing`."""
-    own = executor.settings.per_trainer[0]
+    """Returns the results of the checks of a submission with these `needs`, or of a dry run
+    (`shows`), or of another version of the `present` job. Before anything that the job names is
+    read, raises as `check_allowed`."""
+    await check_allowed(store, job, executor.settings.runs_dir, present)
+    own, showing = executor.settings.per_trainer[0], store if shows else None
     services = Services.of(Caller(job, own), extensions=executor.extensions)
     try:
         run = Preflight(job, executor.settings, services, executor, showing)

@@ -16,7 +16,7 @@ from services.orchestrator.store.records import (
     time_of,
 )
 from shared.errors import NotFound
-from shared.http.gate import own_jobs_of
+from shared.http.gate import caller_name, own_jobs_of
 from shared.wire import Checkpoint, Event, JobList, JobRecord, JobSummary, Obstacle
 
 S = TypeVar("S", bound=JobSummary)
@@ -29,13 +29,15 @@ job was deleted."""
 @dataclass(frozen=True)
 class JobFilter:
     """The filter of a list: jobs that match every given field. `metadata` are names and values that
-    a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape. A caller
-    whose key may see its own jobs alone wants no others."""
+    a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape;
+    `by_caller`: the caller submitted it, so that no one else's job can take the place of its own. A
+    caller whose key may see its own jobs alone wants no others."""
 
     status: str | None = None
     name: str | None = None
     metadata: Mapping[str, str] | None = field(default_factory=dict[str, str])
     openai: bool = False
+    by_caller: bool = False
 
     def call(self) -> dict[str, Any]:
         """Returns the arguments of `LIST`."""
@@ -45,7 +47,7 @@ class JobFilter:
             "name": self.name,
             "metadata": None if any_metadata else json.dumps(self.metadata),
             "openai": self.openai or None,
-            "submitted_by": own_jobs_of(),
+            "submitted_by": caller_name() if self.by_caller else own_jobs_of(),
         }
 
 

@@ -42,8 +42,8 @@ by then. Also the seconds between two searches for such folders."""
 async def accept(store: Store, submission: Submission) -> JobRecord:
     """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
     be written. The folder is removed unless Redis has the job, or may have it."""
+    await check_allowed(store, submission.job, submission.runs_dir)
     await check_start(store, submission.job, submission.runs_dir)
-    await _check_own(store, submission)
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(
         folder.prepare, submission.job, submission.data, redis, submission.note
@@ -63,21 +63,38 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
     return record
 
 
-async def _check_own(store: Store, submission: Submission) -> None:
-    """Raises NotFound for a checkpoint of a job that the caller's key may not see, and Forbidden
-    for a priority that other keys' jobs would wait for."""
+async def check_allowed(store: Store, job: Job, runs_dir: Path, present: Job | None = None) -> None:
+    """Says what a key for its own jobs may ask for, in whichever request. Raises NotFound for a
+    path in a run folder of a job that it may not see, as for a job that does not exist; and
+    Forbidden for a priority that other keys' jobs would wait for. What the `present` job has
+    already may stay."""
     if (name := own_jobs_of()) is None:
         return
-    if submission.job.priority > 0:
+    most = max(0, present.priority if present else 0)
+    if job.priority > most:
         raise Forbidden(
-            f"priority is {submission.job.priority}, expected 0 or less: key {name!r} is for its "
-            "own jobs alone, and others' would wait"
+            f"priority is {job.priority}, expected {most} or less: key {name!r} is for its own "
+            "jobs alone, and others' would wait"
         )
-    job, root = submission.job, submission.runs_dir.resolve()
-    for model in {job.model, *(one.model for one in job.evaluated_models)}:
-        path = await asyncio.to_thread(lambda model=model: Path(model).resolve())
-        if path.is_relative_to(root):
-            await store.get((*path.relative_to(root).parts, "")[0])
+    root = runs_dir.resolve()
+    for named in _named_paths(job) - (_named_paths(present) if present else set()):
+        path = await run_in_thread(lambda named=named: Path(named).resolve())
+        if path.is_relative_to(root) and path != root:
+            await store.get(path.relative_to(root).parts[0])
+
+
+def _named_paths(job: Job) -> set[str]:
+    """Returns all that may be a path of this host: models, the first checkpoint, and files of
+    data."""
+    held_out = (each.source for each in job.evaluation.sets.values())
+    found = (
+        job.model,
+        *(each.model for each in job.evaluated_models),
+        job.training.start_from,
+        *(job.data.train, job.data.eval),
+        *held_out,
+    )
+    return {one for one in found if isinstance(one, str) and "\0" not in one}
 
 
 async def complete_submission(store: Store, asked: Job, key: str | None) -> JobRecord | None:

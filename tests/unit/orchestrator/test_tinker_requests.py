@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from services.orchestrator.extensions.tinker import messages, requests
 from shared.errors import BadRequest
-from shared.wire import Logprobs, OperationOutcome, ProgramOperation
+from shared.wire import Logprobs, OperationOutcome, ProgramOperation, TokenIds
 
 
 def call(loss: str, *data: dict[str, Any], **config: float) -> bytes:
@@ -75,6 +76,61 @@ def test_a_value_that_is_not_finite_is_named(changes: dict[str, Any], message: s
     datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
     with pytest.raises(BadRequest, match=re.escape(message)):
         read(call("ppo", datum | changes))
+
+
+def no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: Any) -> None:
+        raise AssertionError("an object was made of data that are refused")
+
+    monkeypatch.setattr(requests, "_examples", made)
+
+
+def test_what_data_expand_to_is_bounded_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = {"target_tokens": np.zeros((2, 129)), "weights": np.zeros((2, 129))}
+    most = {"target_tokens": np.zeros((2, 128)), "weights": np.zeros((2, 128))}
+    assert len(read(call("cross_entropy", most)).examples) == 128
+    no_objects(monkeypatch)
+    for data, message in (
+        ([wide], "datum 0, 'target_tokens' has 129 targets for each token; expected at most 128"),
+        (
+            [most] * 161,  # 161 x 128 = 20,608
+            "'data' has 161 data with 20608 targets together; expected at most 20480 in one call",
+        ),
+    ):
+        with pytest.raises(BadRequest, match=re.escape(message)):
+            read(call("cross_entropy", *data))
+
+
+def test_a_sequence_longer_than_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"target_tokens": [6, 7], "weights": [1, 1]}
+    message = requests.read_message(call("cross_entropy", plain))
+    assert len(requests.read_forward_backward(message, "digest", 2).examples) == 1
+    no_objects(monkeypatch)
+    with pytest.raises(BadRequest, match="datum 0 has 2 tokens, and the model holds 1; expected"):
+        requests.read_forward_backward(message, "digest", 1)
+    prompt = TokenIds((1, 2, 3))
+    assert requests.check_prompt(prompt, 4) == prompt
+    with pytest.raises(BadRequest, match="the prompt has 3 tokens, and the model holds 3 of"):
+        requests.check_prompt(prompt, 3)
+
+
+@pytest.mark.parametrize("shape", [[1] * 200, [0, 2**60], [2**60, 0], [1, 1, 2]])
+def test_a_shape_that_no_array_can_have_is_refused(shape: list[int]) -> None:
+    message = requests.read_message(call("cross_entropy", {"target_tokens": [6, 7]}))
+    weights = message.data[0].loss_fn_inputs["weights"]
+    weights.dtype, weights.dense = 1, b"\0" * 4 * math.prod(shape)
+    weights.shape.extend(shape)
+    with pytest.raises(BadRequest, match=r"datum 0, 'weights' has a shape of \d+ dimensions up to"):
+        requests.read_forward_backward(message, "digest")
+    message = requests.read_message(call("cross_entropy", {"target_tokens": [6, 7]}))
+    targets = message.data[0].loss_fn_inputs["target_tokens"]
+    del targets.shape[:]
+    targets.shape.extend(shape)
+    targets.dense = b"\0" * 8 * math.prod(shape)
+    with pytest.raises(BadRequest, match="'target_tokens' has"):
+        requests.read_forward_backward(message, "digest")
 
 
 def test_bounds_are_compared_with_the_default_of_the_other_one() -> None:

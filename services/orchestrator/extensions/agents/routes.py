@@ -8,7 +8,6 @@ name a session is used with the stack's token.
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 from fastapi import Request
@@ -116,22 +115,12 @@ def _read(
 
 def _document(data: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        document = codec.read_json(data)
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error!s:.300}") from error
     if not isinstance(document, dict):
         raise BadRequest(f"the body is {document!r:.80}; expected an object")
-    if b"\\ud" in data.lower():
-        _check_whole(document)
     return document
-
-
-def _check_whole(document: dict[str, Any]) -> None:
-    """Raises BadRequest for half of a character, which neither tokens nor answers can have."""
-    try:
-        json.dumps(document, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError) as error:
-        raise BadRequest(f"the body has a text that is no Unicode: {error}") from error
 
 
 async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:

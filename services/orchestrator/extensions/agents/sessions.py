@@ -336,10 +336,13 @@ class Session:
         )
 
     def _check(self, group: RolloutGroup) -> None:
-        """Raises BadRequest if the model has no room for an answer, and Failed if it went wrong."""
+        """Raises BadRequest for a prompt that the sampler refused, or after which the model has no
+        room for an answer, and Failed if it went wrong."""
         rollout = group.rollouts[0]
         if group.overlong:
             raise self._refused("window", rollout.error or "the model's length is full")
+        if rollout.went_wrong and not group.prompt_token_ids:  # nothing was sampled after it
+            raise BadRequest(f"session {self.id!r}: {rollout.error or 'the prompt was refused'}")
         if rollout.went_wrong:
             raise Failed(rollout.error or f"the answer ended with {rollout.finish_reason!r}")
 

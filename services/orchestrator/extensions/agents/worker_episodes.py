@@ -21,11 +21,11 @@ import contextlib
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import Path
+from fastapi import Path, Request
 
 from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.orchestrator.extensions.environments.conversation import (
@@ -37,8 +37,10 @@ from services.orchestrator.extensions.environments.conversation import (
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, HoneError, NotFound, Unavailable
+from shared.errors import BadRequest, Forbidden, HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
+from shared.http import rendering
+from shared.http.gate import own_jobs_of
 from shared.http.service import Service
 from shared.job import Job
 from shared.wire import (
@@ -243,6 +245,11 @@ class Episodes:
             if job_id in (None, id):
                 asked.at = time.monotonic()
 
+    def job_of(self, id: str) -> str | None:
+        """Returns the job of a lease; None if there is no such lease (any more)."""
+        lease = self._leases.get(id)
+        return lease.session.job_id if lease else None
+
     def renew(self, body: RenewLeases) -> LeasesRenewed:
         """Returns which leases have ended."""
         for id in body.returned:
@@ -392,10 +399,32 @@ def check_here(record: JobRecord) -> None:
         )
 
 
+async def _check_own_job(store: Store, job_id: str | None) -> None:
+    """Raises NotFound for a job that the caller's key may not see, and Forbidden if the key is for
+    its own jobs and none is named."""
+    if (name := own_jobs_of()) is None:
+        return
+    if job_id is None:
+        raise Forbidden(
+            f"key {name!r} is for its own jobs alone, and 'job_id' is missing; expected the id of "
+            "one of them"
+        )
+    await store.get(job_id)
+
+
+async def _check_own_leases(store: Store, episodes: Episodes, ids: Iterable[str]) -> None:
+    """Raises NotFound for a lease of a job that the caller's key may not see."""
+    if own_jobs_of() is None:
+        return
+    for job_id in {found for id in ids if (found := episodes.job_of(id))}:
+        await store.get(job_id)
+
+
 def add_routes(service: Service, store: Store, episodes: Episodes) -> None:
     async def lease_episodes(body: LeaseEpisodes) -> LeasedEpisodes:
         """Takes episodes for a worker. Repeated with the same Idempotency-Key, it has the same
         answer. 503: another orchestrator runs the job."""
+        await _check_own_job(store, body.job_id)
         taken = await episodes.lease(body)
         if body.job_id and not taken and not episodes.runs[body.job_id]:
             with contextlib.suppress(NotFound):  # it was deleted, and offers nothing
@@ -404,12 +433,17 @@ def add_routes(service: Service, store: Store, episodes: Episodes) -> None:
 
     async def renew_leases(body: RenewLeases) -> LeasesRenewed:
         """Renews a worker's leases, and gives some back."""
+        await _check_own_leases(store, episodes, (*body.ids, *body.returned))
         return episodes.renew(body)
 
     service.operation("POST", "/v1/episodes/lease", lease_episodes, cancellable=True)
     service.operation("POST", "/v1/episodes/renew", renew_leases)
 
     @service.app.post("/v1/episodes/{id}/result")
-    async def end_episode(id: Id, result: EpisodeResult) -> ResultTaken:
+    async def end_episode(id: Id, request: Request) -> ResultTaken:
         """Ends an episode with what it earned, or with why its agent failed."""
+        result = await rendering.read_body(request, EpisodeResult)
+        await _check_own_leases(store, episodes, (id,))
         return episodes.end(id, result)
+
+    service.body(EpisodeResult, "POST", "/v1/episodes/{id}/result")

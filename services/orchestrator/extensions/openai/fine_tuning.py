@@ -202,7 +202,7 @@ class FineTuningJobs:
         if known := await complete_submission(self._store, asked, key):
             return await self.shown(known)
         await self._runs.check()
-        checked = await check_job(job, self._checks)
+        checked = await check_job(job, self._store, self._checks)
         if "steps" not in request.hone:
             if checked.data.num_train is None:
                 raise BadRequest(

@@ -269,9 +269,7 @@ def add_routes(service: Service, pushing: GroupIntake) -> None:
     async def push(job_id: str, request: Request) -> Response:
         """Stores a group of a job with `[environment] kind = "pushed"`, to be trained on in the
         order in which groups came. 429: the job has as many as `max_staleness` allows."""
-        data = await request.body()
-        kind = rendering.media_type(request, data)
-        group = await rendering.parse_body(len(data), codec.decode, PushedGroup, data, kind)
+        group = await rendering.read_body(request, PushedGroup)
         return await rendering.render(await pushing.push(job_id, group), request)
 
     service.body(PushedGroup, "POST", path)

@@ -7,6 +7,7 @@ whose operations come over HTTP in place of a recipe.
 | `models.py` | models, their operations and futures, sessions of samples |
 | `requests.py` | Tinker's requests as operations, and its models as jobs |
 | `messages.py` | Tinker's protobuf messages; results as messages |
+| `quota.py` | how much may wait to be done, by API key |
 | `log.py` | operations and what they saved, in the run folder; their names |
 | `driving.py` | the run: operations in their order, again after a trainer's death; samples |
 """

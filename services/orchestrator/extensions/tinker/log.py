@@ -67,7 +67,10 @@ digest."""
 SAMPLE = re.compile(rf"sample:((?:{SESSION.pattern})--?[0-9]{{1,20}})")
 """A future of samples, in its model: the session, and the order's number there."""
 
-NUMBER = re.compile(r"[0-9]{1,9}")
+MAX_OPERATIONS = 99_999_999
+"""Greatest number of an operation: names of files have eight digits."""
+
+NUMBER = re.compile(r"[0-9]{1,8}")
 """A future of an operation, in its model: the operation's number. 0: the model itself."""
 
 
@@ -119,14 +122,14 @@ class OperationLog:
     """The log in the run folder `run`."""
 
     def __init__(self, run: Path) -> None:
-        self._run = run
+        self.run = run
         self._folder = run / FOLDER
 
     def accept(self, number: int, operation: ProgramOperation) -> None:
         """Returns once the operation is on disk. Raises Conflict, "body_differs", for a number that
         came with another body."""
-        if not self._run.is_dir():
-            raise Failed(f"the run folder {self._run} is gone", code="run_folder_gone")
+        if not self.run.is_dir():
+            raise Failed(f"the run folder {self.run} is gone", code="run_folder_gone")
         if number < self.start().number and self.operation(number) is None:
             raise Conflict(f"operation {number} was done long ago; expected a new number")
         if not self._create(f"{number:08}", operation):
@@ -199,6 +202,26 @@ class OperationLog:
             name = file.name.removesuffix(".outcome.msgpack")
             self._file(name).unlink(missing_ok=True)
             file.unlink(missing_ok=True)
+
+    def pending(self) -> list[str]:
+        """Returns the names of operations and of orders of samples without an outcome."""
+        names = {file.name.removesuffix(".msgpack") for file in self._folder.glob("*.msgpack")}
+        return [
+            name
+            for name in names
+            if (name.isdecimal() or name.startswith("sample-"))
+            and not name.endswith(".outcome")
+            and f"{name}.outcome" not in names
+        ]
+
+    def pending_bytes(self, name: str) -> int:
+        """Returns what an operation, or an order of samples, takes on disk; 0 once it is done, or
+        before it has come."""
+        if self._file(f"{name}.outcome").exists():
+            return 0
+        with contextlib.suppress(FileNotFoundError):
+            return self._file(name).stat().st_size
+        return 0
 
     def undelivered(self) -> list[str]:
         """Returns the ids of the orders of samples that have none yet."""

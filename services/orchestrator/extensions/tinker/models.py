@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
+from services.orchestrator.data.choosing import length_limit
 from services.orchestrator.extensions.tinker import messages, requests
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.extensions.tinker.log import (
+    MAX_OPERATIONS,
     NUMBER,
     SAMPLE,
     SESSION,
@@ -24,6 +28,7 @@ from services.orchestrator.extensions.tinker.log import (
     read_name,
     read_path,
 )
+from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import adapter_of, id_of
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import check_job
@@ -33,8 +38,8 @@ from services.orchestrator.store.run_folders import accept, complete_submission
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import write_despite_cancel
 from services.orchestrator.writable import RunsDirCheck
-from shared.errors import BadRequest, Conflict, NotFound
-from shared.http.gate import scope_key
+from shared.errors import BadRequest, Busy, Conflict, NotFound
+from shared.http.gate import caller_name, scope_key
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
@@ -77,7 +82,7 @@ class Models:
         """Returns the job of a model's id, which the SDK may have made of the session's."""
         if ":train:" not in model_id:
             return model_id
-        wanted = JobFilter(metadata={requests.MODEL: model_id})
+        wanted = JobFilter(metadata={requests.MODEL: model_id}, by_caller=True)
         listed = (await self._store.list(None, 1, wanted)).jobs
         if not listed:
             raise NotFound(f"there is no model {model_id!r:.200}")
@@ -106,7 +111,7 @@ class Models:
         record = await complete_submission(self._store, job, key)
         if record is None:
             await self._writable.check()
-            run = await check_job(job, self._checks)
+            run = await check_job(job, self._store, self._checks)
             submission = Submission(
                 job,
                 self._settings.runs_dir,
@@ -163,32 +168,33 @@ def is_preempted_model(record: JobRecord) -> bool:
 MAX_AHEAD = 1000
 """How far a number may be beyond the newest: the SDK sends a few at a time, in any order."""
 
-Read = Callable[[], ProgramOperation]
+Read = Callable[[Job], ProgramOperation]
 
 
 class Operations:
     """Operations of the models."""
 
-    def __init__(self, store: Store, models: Models) -> None:
+    def __init__(self, store: Store, models: Models, quota: PendingQuota) -> None:
         self._store = store
         self._models = models
+        self._quota = quota
 
     async def forward_backward(self, message: Any, digest: str) -> dict[str, Any]:
         """Accepts a call, and returns the id of its future. Raises BadRequest."""
 
-        def read() -> ProgramOperation:
-            return requests.read_forward_backward(message, digest)
+        def read(job: Job) -> ProgramOperation:
+            return requests.read_forward_backward(message, digest, length_limit(job))
 
         return await self._accept(message.model_id, message.seq_id, digest, read)
 
     async def optim_step(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
         """Accepts an optimizer step, and returns the id of its future. Raises BadRequest."""
-        return await self._numbered(body, digest, lambda: requests.read_optim_step(body, digest))
+        return await self._numbered(body, digest, lambda _: requests.read_optim_step(body, digest))
 
     async def save(self, body: dict[str, Any], digest: str, kind: SavedKind) -> dict[str, Any]:
         """Accepts that something is saved, and returns the id of its future. Raises BadRequest."""
 
-        def read() -> ProgramOperation:
+        def read(_: Job) -> ProgramOperation:
             is_unnamed = kind == "snapshot" and body.get("path") is None
             name = "" if is_unnamed else read_name(body.get("path"))
             return ProgramOperation(
@@ -200,7 +206,7 @@ class Operations:
     async def refuse_load(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
         """Refuses a checkpoint for a model that exists. Raises BadRequest."""
 
-        def refuse() -> ProgramOperation:
+        def refuse(_: Job | None = None) -> ProgramOperation:
             raise BadRequest(
                 f"{body.get('path')!r:.200} cannot be loaded into an existing model; expected "
                 "a new model: create_training_client_from_state, or ..._with_optimizer"
@@ -221,7 +227,7 @@ class Operations:
                 return {"request_id": future_of(record.id, end), "model_id": record.id}
             newest = await asyncio.to_thread(log.newest)
             try:
-                return await self._accept(record.id, newest + 1, digest, lambda: operation)
+                return await self._accept(record.id, newest + 1, digest, lambda _: operation)
             except Conflict as error:
                 if error.code != "body_differs":  # else another operation has come meanwhile
                     raise
@@ -233,19 +239,24 @@ class Operations:
     async def _accept(self, model_id: str, number: Any, digest: str, read: Read) -> dict[str, Any]:
         """Accepts the operation. If it cannot be read, its number is finished, and later operations
         need not wait for it."""
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number from 1 on")
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if not is_whole or not 1 <= number <= MAX_OPERATIONS:
+            raise BadRequest(
+                f"'seq_id': got {number!r:.40}; expected a whole number from 1 to {MAX_OPERATIONS}"
+            )
         record = await self._models.get(model_id)
         if record.status in TERMINAL:
             raise Conflict(f"the model {model_id!r} is {record.status}; expected one that runs")
         log = OperationLog(Path(record.run_dir))
         await asyncio.to_thread(_check_near, log, number)
+        await asyncio.to_thread(self._quota.check, caller_name(), log, f"{number:08}")
         try:
-            operation = await asyncio.to_thread(read)
+            operation = await asyncio.to_thread(read, record.job)
         except BadRequest as error:
             await write_despite_cancel(log.refuse, number, digest, error.detail)
             raise
         await write_despite_cancel(log.accept, number, operation)
+        await asyncio.to_thread(self._quota.note, caller_name(), log, f"{number:08}")
         if is_preempted_model(record):
             await self._store.resume(record.id)
         return {"request_id": future_of(record.id, number), "model_id": record.id}
@@ -269,6 +280,24 @@ WAIT_S = 20.0
 PROTOBUF = "application/x-protobuf"
 
 
+MAX_WAITING = 2048
+"""Most requests of one API key that wait for futures at a time."""
+
+MAX_LOOKS_PER_S = 500
+"""Most looks for results of all watchers together: each is work of a thread."""
+
+RECORD_S = 0.5
+"""Seconds between two looks of a watcher at the model's record."""
+
+
+@dataclass
+class Watch:
+    """What looks for the result of one future, and how many requests wait for it."""
+
+    task: asyncio.Task[Response]
+    num_waiting: int = 0
+
+
 class Futures:
     """The futures of all that was accepted of the models."""
 
@@ -276,22 +305,54 @@ class Futures:
         self._store = store
         self._models = models
         self._orders = orders
+        self._watches: dict[str, Watch] = {}
+        self._waiting: Counter[str] = Counter()
 
     async def retrieve(self, body: dict[str, Any]) -> Response:
-        """Returns the result of a future, or 408 while there is none."""
-        id = requests.id_of(body, "request_id")
+        """Returns the result of a future, or 408 while there is none. All who wait for one future
+        have one watcher."""
+        id, who = requests.id_of(body, "request_id"), caller_name()
+        if self._waiting[who] >= MAX_WAITING:
+            raise Busy(
+                f"{self._waiting[who]} requests wait for futures already; expected at most "
+                f"{MAX_WAITING} at a time: ask again"
+            )
+        self._waiting[who] += 1
+        try:
+            return await self._awaited(id, await self._models.get(id.partition(":")[0]))
+        finally:
+            self._waiting -= Counter([who])
+
+    async def _awaited(self, id: str, record: JobRecord) -> Response:
+        watch = self._watches.get(id)
+        if watch is None:
+            watch = self._watches[id] = Watch(asyncio.create_task(self._watched(id, record)))
+        watch.num_waiting += 1
+        try:
+            await asyncio.wait({watch.task}, timeout=WAIT_S)
+        finally:
+            watch.num_waiting -= 1
+            if not watch.num_waiting:
+                watch.task.cancel()
+            if self._watches.get(id) is watch and not watch.num_waiting:
+                del self._watches[id]
+        if watch.task.done():
+            found = watch.task.result()
+            return Response(found.body, found.status_code, media_type=found.media_type)
+        record = await self._models.get(record.id)
+        state = {"type": "try_again", "request_id": id, **_queue_state(record)}
+        return JSONResponse(state, 408)
+
+    async def _watched(self, id: str, record: JobRecord) -> Response:
+        """Returns the result of a future once there is one."""
         model_id, _, rest = id.partition(":")
-        record = await self._models.get(model_id)
-        log, end = OperationLog(Path(record.run_dir)), time.monotonic() + WAIT_S
-        while True:
-            found = await self._result(record, log, rest)
-            if found is not None:
-                return found
-            if time.monotonic() > end:
-                state = {"type": "try_again", "request_id": id, **_queue_state(record)}
-                return JSONResponse(state, 408)
-            await asyncio.sleep(POLL_S)
-            record = await self._models.get(model_id)
+        log, record_due_at = OperationLog(Path(record.run_dir)), time.monotonic() + RECORD_S
+        while (found := await self._result(record, log, rest)) is None:
+            await asyncio.sleep(max(POLL_S, len(self._watches) / MAX_LOOKS_PER_S))
+            if time.monotonic() > record_due_at:
+                record = await self._models.get(model_id)
+                record_due_at = time.monotonic() + RECORD_S
+        return found
 
     async def _result(self, record: JobRecord, log: OperationLog, rest: str) -> Response | None:
         if rest == "0":
@@ -363,10 +424,13 @@ def _failed(error: str, *, user: bool) -> Response:
 class SamplingSessions:
     """The sessions of samples. Each lies in the run folder of the model that samples for it."""
 
-    def __init__(self, store: Store, models: Models, orders: SampleOrders) -> None:
+    def __init__(
+        self, store: Store, models: Models, orders: SampleOrders, quota: PendingQuota
+    ) -> None:
         self._store = store
         self._models = models
         self._orders = orders
+        self._quota = quota
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
         """Opens a session on a snapshot, by its path, or on a base model. The same number of the
@@ -410,7 +474,9 @@ class SamplingSessions:
         program would end when that program likes, and have this one's prompts in its folder."""
         wanted, program = read_job(document), body["session_id"]
         for status in ("running", "queued", "paused"):
-            listed = await self._store.list(None, MAX_LISTED, JobFilter(status=status))
+            listed = await self._store.list(
+                None, MAX_LISTED, JobFilter(status=status, by_caller=True)
+            )
             for one in listed.jobs:
                 if requests.program_of(one.metadata) != program:
                     continue
@@ -451,9 +517,10 @@ class SamplingSessions:
             raise BadRequest("'seq_id' is missing; expected a whole number")
         record, session, name = await self._session(requests.id_of(body, "sampling_session_id"))
         sampling = requests.read_sampling(body)
+        limit = await asyncio.to_thread(length_limit, record.job)
         order = SampleOrder(
             session=session,
-            prompt_token_ids=requests.read_prompt(body),
+            prompt_token_ids=requests.check_prompt(requests.read_prompt(body), limit),
             sampling=sampling,
             prompt_logprobs=requests.read_prompt_logprobs(body),
             top_prompt_logprobs=requests.read_top(body, "topk_prompt_logprobs"),
@@ -467,7 +534,9 @@ class SamplingSessions:
                 f"the model {record.id!r}, which samples for this session, is {record.status}; "
                 "expected a session on a model that has not ended: create a new sampling client"
             )
+        await asyncio.to_thread(self._quota.check, caller_name(), log, f"sample-{id}")
         await write_despite_cancel(log.order, id, order)
+        await asyncio.to_thread(self._quota.note, caller_name(), log, f"sample-{id}")
         self._orders.carry_out(record.id, id, log)
         return {
             "request_id": future_of_samples(record.id, id),

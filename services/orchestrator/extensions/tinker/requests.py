@@ -133,8 +133,58 @@ def read_message(body: bytes) -> Any:
     return message
 
 
-def read_forward_backward(message: Any, digest: str) -> ProgramOperation:
-    """Returns the operation of a message. Raises BadRequest."""
+MAX_TARGETS = 128
+"""Most targets of one token."""
+
+MAX_EXAMPLES = 20_480
+"""Most sequences that a call's data may expand to, one for each target: the SDK sends up to 1024
+data at a time, which may have 20 targets each."""
+
+MAX_LENGTH = 1 << 20
+"""Most tokens of a sequence where the model's length is not known."""
+
+
+def check_size(message: Any, limit: int | None) -> None:
+    """Raises BadRequest for data that expand to more than is taken, or are longer than the model's
+    `limit` in tokens. Nothing is made of them before."""
+    num_examples = 0
+    for at, datum in enumerate(message.data):
+        num_tokens = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
+        if num_tokens > (limit or MAX_LENGTH):
+            raise BadRequest(
+                f"datum {at} has {num_tokens} tokens, and the model holds {limit or MAX_LENGTH}; "
+                "expected no more"
+            )
+        inputs = datum.loss_fn_inputs
+        shape = inputs["target_tokens"].shape if "target_tokens" in inputs else ()
+        num_targets = max(shape[1], 1) if len(shape) == 2 else 1
+        if num_targets > MAX_TARGETS:
+            raise BadRequest(
+                f"datum {at}, 'target_tokens' has {num_targets} targets for each token; expected "
+                f"at most {MAX_TARGETS}"
+            )
+        num_examples += num_targets
+    if num_examples > MAX_EXAMPLES:
+        raise BadRequest(
+            f"'data' has {len(message.data)} data with {num_examples} targets together; expected "
+            f"at most {MAX_EXAMPLES} in one call"
+        )
+
+
+def check_prompt(prompt: TokenIds, limit: int | None) -> TokenIds:
+    """Returns the prompt. Raises BadRequest if the model's `limit` in tokens leaves no room for an
+    answer."""
+    if len(prompt) >= (limit or MAX_LENGTH):
+        raise BadRequest(
+            f"the prompt has {len(prompt)} tokens, and the model holds {limit or MAX_LENGTH} of "
+            "prompt and samples together; expected fewer"
+        )
+    return prompt
+
+
+def read_forward_backward(message: Any, digest: str, limit: int | None = None) -> ProgramOperation:
+    """Returns the operation of a message for a model of so many tokens. Raises BadRequest."""
+    check_size(message, limit)
     name = message.loss_fn
     if name not in LOSSES:
         raise BadRequest(
@@ -248,6 +298,10 @@ def _example(inputs: NDArray[Any], given: Mapping[str, NDArray[Any]], loss: str)
     )
 
 
+MAX_DIMENSIONS = 2
+"""Tokens, and targets of each."""
+
+
 def _array(tensor: Any, where: str) -> NDArray[Any]:
     if tensor.dtype not in NUMBERS:
         raise BadRequest(
@@ -257,6 +311,12 @@ def _array(tensor: Any, where: str) -> NDArray[Any]:
     if not tensor.dense and 0 not in tensor.shape:
         raise BadRequest(f"{where} is sparse; expected a dense tensor")
     kind, shape = NUMBERS[tensor.dtype], tuple(tensor.shape) or (-1,)
+    if len(shape) > MAX_DIMENSIONS or max(shape) > len(tensor.dense):
+        raise BadRequest(
+            f"{where} has a shape of {len(shape)} dimensions up to {max(shape)} and "
+            f"{len(tensor.dense)} bytes; expected at most {MAX_DIMENSIONS} dimensions, each within "
+            "the values"
+        )
     size = len(tensor.dense) // np.dtype(kind).itemsize
     if shape != (-1,) and (min(shape) < 0 or math.prod(shape) != size):
         raise BadRequest(

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import re
 import secrets
 import time
@@ -41,6 +40,7 @@ from services.orchestrator.extensions.tinker.models import (
     Operations,
     SamplingSessions,
 )
+from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import MODEL, adapter_of, read_ttl
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.store.run_folders import files_of, path_of
@@ -50,6 +50,7 @@ from services.orchestrator.writable import RunsDirCheck, writing
 from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
 from shared.host import disk
 from shared.host.logs import get_logger
+from shared.http import codec
 from shared.http.gate import caller
 from shared.http.operations import DownloadedFile
 from shared.http.service import Service
@@ -76,10 +77,11 @@ def add_routes(
 ) -> None:
     bodies = Bodies()
     models = Models(settings, store, writable, checks)
-    sessions = SamplingSessions(store, models, orders)
+    quota = PendingQuota()
+    sessions = SamplingSessions(store, models, orders, quota)
     futures = Futures(store, models, orders)
     _add_session_routes(service)
-    _add_posts(service, bodies, models, sessions, Operations(store, models), futures)
+    _add_posts(service, bodies, models, sessions, Operations(store, models, quota), futures)
     _add_management(service, bodies, models, sessions, Management(store))
     _add_downloads(service, models, Downloads(store, settings.runs_dir))
 
@@ -274,8 +276,8 @@ def _check_length(body: bytes, max_bytes: int) -> None:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        given = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
+        given = codec.read_json(body or b"{}")
+    except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error!s:.200}") from error
     if not isinstance(given, dict):
         raise BadRequest(f"the body is {given!r:.80}; expected a JSON object")

@@ -1,7 +1,7 @@
 -- Finds the newest matching jobs that are older than job `after`.
 -- call: limit, names (JSON: of the fields to return); perhaps after (a job's id) and after_score
---   (when it was made, for a deleted job), status, name, openai, submitted_by, metadata (JSON: a
---   table, or null for jobs without any).
+--   (when it was made, for a deleted job), status, name, openai, submitted_by (a key's name, or
+--   '' for HONE_TOKEN), metadata (JSON: a table, or null for jobs without any).
 -- Returns JSON: `jobs`, each with its id and its fields (false for a missing field); and if there
 -- are more jobs, `next_after`, the last job's id and score. Returns 'unknown' if there is neither a
 -- job `after` nor a score.
@@ -28,7 +28,7 @@ local function fits(id)
     return redis.call('EXISTS', job(id)) == 1
   end
   return is_job(id) and (not call.openai or field(id, 'openai'))
-    and (not call.submitted_by or field(id, 'submitted_by') == call.submitted_by)
+    and (not call.submitted_by or (field(id, 'submitted_by') or '') == call.submitted_by)
     and (not wanted or has_metadata(id))
 end
 
