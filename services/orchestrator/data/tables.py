@@ -20,6 +20,7 @@ import httpx2 as httpx
 from services.orchestrator.errors import OperatorActionNeeded
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.weights.folders import digest_of_file
+from shared.wire.messages import without_arrow_nones
 
 Row = dict[str, Any]
 
@@ -200,6 +201,24 @@ class JsonLines:
             self._stamp = stamp
 
 
+class ArrowRows:
+    """Rows of a `datasets.Dataset`, with their chat messages as they were written."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.column_names = rows.column_names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return _from_arrow(self._rows[index])
+
+
+def _from_arrow(row: Row) -> Row:
+    return {name: without_arrow_nones(value) for name, value in row.items()}
+
+
 @dataclass(frozen=True)
 class ArrowTable:
     """A table read by the library `datasets`, with `arguments` for its `load_dataset`. It keeps the
@@ -210,13 +229,13 @@ class ArrowTable:
     arguments: dict[str, Any]
 
     def rows(self) -> Rows:
-        return self._read(lambda: self._load(streaming=False))
+        return ArrowRows(self._read(lambda: self._load(streaming=False)))
 
     def stream(self) -> Iterator[Row]:
         rows = self._read(lambda: iter(self._load(streaming=True)))
         nothing: Row = {}
         while (row := self._read(lambda: next(rows, nothing))) is not nothing:
-            yield row
+            yield _from_arrow(row)
 
     def _load(self, *, streaming: bool) -> Any:
         import datasets

@@ -31,6 +31,7 @@ from shared.job.checks import all_warm_up
 from shared.settings import Settings
 from shared.templates import RENDERER, RenderFailed
 from shared.wire import Prompt
+from shared.wire.messages import for_template, normalized
 
 Content = str | tuple[dict[str, Any], ...]
 
@@ -286,13 +287,24 @@ def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
         value = value["messages"]
     if isinstance(value, str):
         return _with_system(value, spec)
-    if isinstance(value, list) and value and all(map(_is_message, value)):
-        return (*_system(spec), *value)
     column = spec.columns.get(PROMPT, PROMPT)
+    at = f"row {problem.index} of {where}, column {column!r}"
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return (*_system(spec), *chat_of(value, at))
     raise BadRow(
-        f"row {problem.index} of {where}, column {column!r}: got {value!r:.80}; expected text or a "
-        "list of chat messages, each with a role and its content"
+        f"{at}: got {value!r:.80}; expected text or a list of chat messages, each with a role and "
+        "its content"
     )
+
+
+def chat_of(messages: Sequence[Any], at: str) -> tuple[dict[str, Any], ...]:
+    """Returns a row's chat messages in the form in which samplers get them. Raises BadRow for what
+    no chat template can be given."""
+    try:
+        for_template(messages)
+        return normalized(messages)
+    except ValueError as error:
+        raise BadRow(f"{at}: {error}") from error
 
 
 def _is_message(value: Any) -> bool:

@@ -481,3 +481,21 @@ def test_a_csv_with_other_separators_than_commas_says_so(
     )
     path.write_text("prompt\n1; 2?\n")
     assert load({"train": str(path)}, settings).num_train == 1, "one column is no fault"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_of_a_parquet_file_are_as_they_were_written(
+    tmp_path: Path, settings: Settings, streaming: bool
+) -> None:
+    def calling(arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "tool_calls": [call]}
+
+    first = [{"role": "user", "content": "a", "weight": 0}, calling({"city": "Rome"})]
+    second = [calling({"day": 2}), {"role": "user", "content": "b"}]
+    rows = [{"prompt": first, "x": {"p": 1}}, {"prompt": second, "x": {"q": 2}}]
+    train = write(tmp_path / "chats.parquet", rows)
+    prompts = load({"train": train, "streaming": streaming, "shuffle": False}, settings)
+    one, other, *_ = prompts.for_step(1)
+    assert (one.content, other.content) == (tuple(first), tuple(second))
+    assert other.row["x"] == {"p": None, "q": 2}  # no message: graders see the columns as they are
