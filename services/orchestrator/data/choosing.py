@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 from services.orchestrator.data.hub import cached_model
 from services.orchestrator.data.tables import (
     ROWS_LOOKED_AT,
+    ArrowTable,
     Row,
     Rows,
     Table,
@@ -98,7 +100,7 @@ def select_problems(
     rows = table.rows()
     if not len(rows):
         raise no_rows(table.name)
-    columns = columns_of(rows.column_names, table.name, spec)
+    columns = columns_of(rows.column_names, table, spec)
     indices: Sequence[int] = range(len(rows))
     if spec.filter is not None:
         indices = _Filter(table, spec, columns, limit, filter_cpu_s).kept()
@@ -126,11 +128,14 @@ def peek_columns(table: Table, spec: DataSpec) -> Columns:
     if not first:
         raise no_rows(table.name)
     names = list(dict.fromkeys(itertools.chain.from_iterable(first)))
-    return columns_of(names, table.name, spec)
+    return columns_of(names, table, spec)
 
 
-def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
-    """Returns the columns, renamed. Raises BadRequest for a missing column."""
+def columns_of(names: Sequence[str], table: Table, spec: DataSpec) -> Columns:
+    """Returns the columns, renamed. Raises BadRequest for a column that is missing, or that cannot
+    be read."""
+    where = table.name
+    _check_types(table, spec)
     for new, old in spec.columns.items():
         if old not in names:
             raise BadRequest(
@@ -147,6 +152,37 @@ def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
             "several by data.template or data.messages"
         )
     return columns
+
+
+EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+"""What a template computes."""
+
+
+def _check_types(table: Table, spec: DataSpec) -> None:
+    """Raises BadRequest for a column that the job reads and whose type no service can be sent."""
+    for column, kind in table.left_out.items() if isinstance(table, ArrowTable) else ():
+        if key := _reader_of(column, spec):
+            raise BadRequest(
+                f"{key} reads the column {column!r} of {table.name}, whose type is {kind}; "
+                "expected text, numbers, or lists and tables of them: write it into the data as "
+                "text"
+            )
+
+
+def _reader_of(column: str, spec: DataSpec) -> str | None:
+    """Returns the key of the job by which it reads the column, by its name in the data."""
+    for new, old in spec.columns.items():
+        if old == column:
+            return f"data.columns.{new}"
+    if column == PROMPT and spec.template is None and spec.messages is None:
+        return "the prompt"
+    sources = {"data.template": spec.template, "data.answer": spec.answer}
+    for number, message in enumerate(spec.messages or ()):
+        sources[f"data.messages.{number}.content"] = message.content
+    computed = {key: " ".join(EXPRESSION.findall(text or "")) for key, text in sources.items()}
+    computed["data.filter"] = spec.filter or ""
+    named = re.compile(rf"\b{re.escape(column)}\b")
+    return next((key for key, text in computed.items() if named.search(text)), None)
 
 
 _KEPT: dict[str, array[int]] = {}

@@ -52,6 +52,7 @@ class HeldOut:
     columns: tuple[str, ...]
     problems: Sequence[Problem]
     version: str | None = None
+    table: Table | None = None
 
     def prompts(self) -> tuple[Prompt, ...]:
         """Returns the prompts. Takes as long as the templates."""
@@ -72,7 +73,7 @@ class Prompts:
     by "train", "eval" and "eval.<set>", if known. `train` are all training problems, which messages
     call `name`, None for a stream; `sets` are the held-out sets. `history` has the verdicts on
     earlier groups, for an order that skips problems. A job of 0 steps has no training problems, and
-    no `order`; neither has a job whose groups are sampled elsewhere.
+    no `order`; neither has a job whose groups are sampled elsewhere. `tables` are the sources.
     """
 
     job: Job
@@ -83,6 +84,7 @@ class Prompts:
     versions: dict[str, str] = field(default_factory=dict[str, str])
     train: Sequence[Problem] | None = None
     history: History = field(default_factory=History)
+    tables: tuple[Table, ...] = ()
 
     @property
     def num_train(self) -> int | None:
@@ -145,7 +147,15 @@ def load_prompts(
     if ask is None:
         held_out = load_held_out(job, settings, versions)
         columns = _shared_columns(held_out[0].columns, held_out) if held_out else ()
-        return Prompts(job, None, held_out, columns, versions=_versions(held_out), train=())
+        return Prompts(
+            job,
+            None,
+            held_out,
+            columns,
+            versions=_versions(held_out),
+            train=(),
+            tables=_tables(held_out),
+        )
     train = open_source(ask)
     columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
     held_out = load_held_out(job, settings, versions)
@@ -159,7 +169,12 @@ def load_prompts(
         versions=found | _versions(held_out),
         train=problems,
         history=history,
+        tables=(train, *_tables(held_out)),
     )
+
+
+def _tables(held_out: Sequence[HeldOut]) -> tuple[Table, ...]:
+    return tuple(each.table for each in held_out if each.table is not None)
 
 
 def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:
@@ -221,7 +236,7 @@ def _held_out(name: str, ask: SourceRequest, limit: int | None) -> HeldOut:
         problems: Sequence[Problem] = [*itertools.islice(passing, limit)]
     else:
         columns, problems = select_problems(table, spec, limit, cpu_s)
-    return HeldOut(name, spec, table.name, columns.names, problems, table.version)
+    return HeldOut(name, spec, table.name, columns.names, problems, table.version, table)
 
 
 def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:

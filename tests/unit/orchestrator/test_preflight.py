@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from services.orchestrator.data.order import History
 from services.orchestrator.errors import CheckFailed
 from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.preflight import AcceptedData, Preflight
+from services.orchestrator.jobs.preflight import AcceptedData, Inspection, Preflight, inspect
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
+from shared.job.file import parse_job
 from shared.settings import Settings
 from tests.support.job_records import record
 
@@ -53,3 +56,55 @@ async def test_at_the_start_of_an_attempt_every_failed_check_is_decided_as_one()
     with pytest.raises(CheckFailed) as raised:
         await run.run("services")
     assert (raised.value.needs, raised.value.cause) == ("services", error)
+
+
+async def test_a_reward_that_does_not_work_is_told_which_columns_are_left_out() -> None:
+    run = preflight(BadRequest("reward 'math' has no column 'day'"))
+    run.data = Inspection(left_out=("column 'day' of dataset 'x' is left out of its rows",))
+    with pytest.raises(BadRequest) as raised:
+        await run.run("services")
+    assert raised.value.detail == (
+        "reward 'math' has no column 'day'; column 'day' of dataset 'x' is left out of its rows"
+    )
+
+
+def test_a_dry_run_says_how_the_columns_of_a_csv_were_read(
+    tmp_path: Path, settings: Settings
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer\nx,7\ny,8\n")
+    data = JOB.data.model_copy(update={"train": str(path), "eval": None})
+    job = JOB.model_copy(update={"data": data})
+    assert (
+        inspect(job, settings, None, showing=True)
+        .notes[0]
+        .startswith(
+            f"column 'answer' of dataset '{path}' was read as integers, because each of its texts"
+        )
+    )
+    assert inspect(job, settings, None, showing=False).notes == ()
+
+
+def test_an_answer_that_is_left_out_is_named_where_it_is_missed(
+    tmp_path: Path, settings: Settings
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"prompt": ["x"], "answer": [datetime.date(2024, 1, 2)]})
+    pyarrow.parquet.write_table(table, path)
+    job = parse_job(
+        {
+            "name": "t",
+            "model": "m/m",
+            "steps": 1,
+            "data": {"train": str(path)},
+            "training": {"objective": "sft"},
+        }
+    )
+    with pytest.raises(BadRequest) as raised:
+        inspect(job, settings, None, showing=False)
+    assert "has no answer to learn: column 'answer' is None" in raised.value.detail
+    assert "column 'answer' of dataset" in raised.value.detail
+    assert "is left out of its rows, because its type is date32" in raised.value.detail
