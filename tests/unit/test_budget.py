@@ -16,7 +16,7 @@ LINES = {
     "hone": 11_050,
     "shared": 14_300,
     "services/orchestrator/api": 1_750,
-    "services/orchestrator/data": 2_130,
+    "services/orchestrator/data": 2_190,
     "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 2_980,
     "services/orchestrator/jobs": 2_860,

@@ -385,6 +385,58 @@ def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt,
     return previewed, ""
 
 
+MAX_CHARS = 300
+"""Characters of a prompt that a warning shows."""
+
+
+def prompt_warnings(job: Job, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns what is probably wrong with how the job's model reads the prompts. An environment
+    makes messages of text."""
+    texts = [prompt for prompt in prompts[:MAX_SHOWN] if isinstance(prompt.content, str)]
+    if job.environment is not None or not texts:
+        return []
+    try:
+        reader = reader_of(job)
+    except TokenizerUnavailable:
+        return []
+    return [*_without_template(reader, texts[0]), *_twice_begun(reader, texts)]
+
+
+def _without_template(reader: PromptReader, prompt: Prompt) -> list[str]:
+    """Returns a warning if the model has a chat template, which text does not get."""
+    if reader.template is None:
+        return []
+    try:
+        (chat,) = reader.texts([[{"role": "user", "content": prompt.content}]])
+    except BadRequest:  # it does not take one message of the user
+        return []
+    return [
+        f"the prompts are text, and go to the model {reader.model!r} without its chat template: "
+        f"row {prompt.index} as {_shortened(str(prompt.content))!r}; as a chat message it would be "
+        f"{_shortened(chat)!r}. If the model is to be asked as in a chat, make messages of the "
+        "prompts: data.messages, or data.system_prompt"
+    ]
+
+
+def _twice_begun(reader: PromptReader, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns a warning for the first prompt that has a beginning-of-sequence token before which
+    the tokenizer puts another one."""
+    token = reader.values.get("bos_token")
+    bos = reader.tokenizer.token_to_id(token) if isinstance(token, str) else None
+    for prompt in prompts:
+        if bos is not None and reader.ids(prompt.content)[:2] == [bos, bos]:
+            return [
+                f"the prompt of row {prompt.index} begins with {token!r}, and the tokenizer of "
+                f"{reader.model!r} puts another one before it; leave {token!r} out of the prompt"
+            ]
+    return []
+
+
+def _shortened(text: str) -> str:
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[:half]} ... {text[-half:]}"
+
+
 def reader_of(job: Job) -> PromptReader:
     """Returns how the job's model reads prompts. Raises TokenizerUnavailable."""
     return prompt_reader(job.model, tokenizer_folder(job), job.sampling.template_args)

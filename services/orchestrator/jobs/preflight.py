@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
-from services.orchestrator.data.choosing import MAX_SHOWN, preview
+from services.orchestrator.data.choosing import MAX_SHOWN, preview, prompt_warnings
 from services.orchestrator.data.hub import cached_model, named_model_folder
 from services.orchestrator.data.order import History
 from services.orchestrator.data.sources import fetch, source_requests
@@ -308,7 +308,10 @@ def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool
         shown=shown,
         not_counted=_unread_model(job, not_checked) if not_checked else not_counted,
         lengths=counted(job, prompts) if job.trains and not job.is_pushed else PromptLengths(),
-        notes=tuple(note for table in prompts.tables for note in notes_of(table)),
+        notes=(
+            *prompt_warnings(job, first),
+            *(note for table in prompts.tables for note in notes_of(table)),
+        ),
     )
 
 
