@@ -207,7 +207,7 @@ def _roles(value: Any) -> list[str]:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _row(line, f"{str(path)!r}, line {number}")
@@ -215,7 +215,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _json(path: Path) -> Iterator[Row]:
     """A list of rows, or a row per line."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):
         yield from _json_lines(path)
         return

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shared.errors import BadRequest
 from shared.inside_templates import CPU_S
+from shared.wire.messages import for_template
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -204,10 +205,13 @@ class PromptReader:
                 f"the prompts are chat messages and the model {self.model!r} has no chat template; "
                 "expected prompts that are text, as data.template makes them"
             )
-        asked = [
-            {**self.values, "messages": messages, "add_generation_prompt": True}
-            for messages in chats
-        ]
+        try:
+            asked = [
+                {**self.values, "messages": for_template(messages), "add_generation_prompt": True}
+                for messages in chats
+            ]
+        except ValueError as error:
+            raise BadRequest(f"the prompts: {error}") from error
         try:
             return RENDERER.chats(self.template, asked)
         except RenderFailed as error:

@@ -146,7 +146,7 @@ def items_in(file: Path) -> list[ScoreItem]:
     `num_tokens` are the item's, all its columns its row's. Raises BadRequest for a line without a
     completion."""
     found: list[ScoreItem] = []
-    for number, line in enumerate(read_source(file).splitlines(), 1):
+    for number, line in enumerate(read_source(file).split("\n"), 1):
         if not line.strip():
             continue
         try:

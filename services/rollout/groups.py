@@ -41,6 +41,7 @@ from shared.wire import (
     Sampling,
     TokenIds,
 )
+from shared.wire.messages import for_template, normalized_one
 
 MARK = "hone-answer-5b1f0c"
 """Replaces the text of an answer. No template looks for it, and it has no spaces at its ends, which
@@ -186,9 +187,9 @@ async def given_group(request: GenerateRequest, engine: Engine) -> RolloutGroup:
         raise BadRequest("'answers' are to a 'prompt' of text or messages, and there is none")
     try:
         ids = engine.encode(request.prompt, request.template_args)
+        given = _normalized_answers(request.answers)
         answers = [
-            engine.encode_answer(request.prompt, answer, request.template_args)
-            for answer in request.answers
+            engine.encode_answer(request.prompt, answer, request.template_args) for answer in given
         ]
         if not all(answers):
             raise BadPrompt("the answer has no tokens; expected at least one")
@@ -199,9 +200,19 @@ async def given_group(request: GenerateRequest, engine: Engine) -> RolloutGroup:
         return _failed_group(request, error)
     rollouts = tuple(
         Rollout(text=_text(answer), token_ids=TokenIds(of_answer), finish_reason="stop")
-        for answer, of_answer in zip(request.answers, answers, strict=True)
+        for answer, of_answer in zip(given, answers, strict=True)
     )
     return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=rollouts)
+
+
+def _normalized_answers(answers: Sequence[str | Message]) -> list[str | Message]:
+    try:
+        return [
+            each if isinstance(each, str) else normalized_one(each, f"answer {index}")
+            for index, each in enumerate(answers)
+        ]
+    except ValueError as error:
+        raise BadPrompt(str(error)) from error
 
 
 def _text(answer: str | Message) -> str:
@@ -381,7 +392,7 @@ def _rendered(
 ) -> str:
     options = {**template_args, "add_generation_prompt": answering, "tokenize": False}
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
+        return tokenizer.apply_chat_template(for_template(messages), **options)
     except Exception as error:  # the template is the model's code, on a job's data
         raise BadPrompt(
             f"the model's chat template refused the messages: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@
 | `rewards.py` | `POST /score`, verdicts and scores; `/graders` and `POST /execute` |
 | `episodes.py` | a job's own environments; episodes that agents play by lease; pushed groups |
 | `training.py` | batches, examples, the trainer's job, steps, checkpoints; programs' operations |
+| `messages.py` | chat messages in one form, for jobs, sessions and samplers (no bodies) |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics, findings, API keys |
 | `pages.py` | how many entries an answer has at most |

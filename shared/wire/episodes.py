@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, RootModel, field_validator
 
@@ -18,6 +18,7 @@ from shared.documented import Plain
 from shared.job.sampling import EnvironmentSpec
 from shared.job.section import Text
 from shared.wire.base import JobId, Message, Reported, Wire
+from shared.wire.messages import normalized
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rollouts import RolloutGroup
 
@@ -226,16 +227,7 @@ class ChatRequest(Wire):
         for index, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"message {index} has no 'role'")
-            content = message.get("content")
-            parts = cast(list[Any], content if isinstance(content, list) else [])
-            if not (content is None or isinstance(content, str | list)) or not all(
-                isinstance(part, dict) and isinstance(cast(dict[str, Any], part).get("text"), str)
-                for part in parts
-            ):
-                raise ValueError(
-                    f"the 'content' of message {index} is no text; a session records text only"
-                )
-        return messages
+        return normalized(messages)
 
 
 class SessionRecord(Wire):

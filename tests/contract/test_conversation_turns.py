@@ -183,7 +183,7 @@ async def test_a_conversation_that_is_too_long_is_a_jobs_data_and_an_error_by_ha
         ),
         (
             {"prompt": ({"role": "user", "content": 5}, {"role": "assistant"}, QUESTION)},
-            "the 'content' of message 0 is no text",
+            "the 'content' of message 0 is 5; expected text",
         ),
     ],
 )

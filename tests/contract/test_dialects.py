@@ -337,7 +337,7 @@ async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -
         ({"tempreature": 1}, "sessions have no such field; did you mean 'temperature'?"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "the 'content' of message 0 is no text",
+            "part 0 of the 'content' of message 0 is of type 'image_url'; expected parts of type",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from services.rollout.groups import prompt_tokens, tokens_after
 from shared.errors import BadRequest
 from shared.settings import Settings
 from shared.wire import ChatRequest, EngineSpec, Message, Rollout, TokenIds
+from shared.wire.messages import for_template
 
 if TYPE_CHECKING:
     from services.rollout.on_vllm.completions import VllmChat
@@ -253,6 +254,30 @@ async def test_a_conversation_is_rendered_as_the_route_renders_by_itself(engine:
         ChatCompletionRequest.model_validate(body)
     )
     assert await prompt_tokens(chat, request) == own["prompt_token_ids"]
+
+
+async def test_a_chat_is_one_prompt_by_the_template_and_by_vllms_route(engine: Scripted) -> None:
+    from services.rollout.on_vllm.completions import ChatCall
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"b": 3}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "+"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "5", "tool_calls": None},
+    ]
+    _, (own,) = await chat_of(engine)._serving.online_renderer.render_chat(
+        ChatCall.model_validate({"messages": messages})
+    )
+    text = (
+        '<|im_start|>user\n2+<|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "add", '
+        '"arguments": {"b": 3}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n5\n'
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert engine.tokenizer.decode(own["prompt_token_ids"]) == text
+    options = {"add_generation_prompt": True, "tokenize": False}
+    assert engine.tokenizer.apply_chat_template(for_template(messages), **options) == text
+    with pytest.raises(ValueError, match="part 0 of the 'content' of message 0 is of type 'image'"):
+        ChatCall.model_validate({"messages": [{"role": "user", "content": [{"type": "image"}]}]})
 
 
 async def test_what_vllm_refuses_is_refused_with_its_reason(engine: Scripted) -> None:

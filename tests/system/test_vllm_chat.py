@@ -24,4 +24,4 @@ def test_calls_of_tools_are_recorded_as_vllms_own_parser_finds_them() -> None:
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout[-5000:]
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout[-5000:]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 from services.orchestrator.data.hub import cached_model
 from services.orchestrator.data.tables import (
     ROWS_LOOKED_AT,
+    ArrowTable,
     Row,
     Rows,
     Table,
@@ -98,7 +100,7 @@ def select_problems(
     rows = table.rows()
     if not len(rows):
         raise no_rows(table.name)
-    columns = columns_of(rows.column_names, table.name, spec)
+    columns = columns_of(rows.column_names, table, spec)
     indices: Sequence[int] = range(len(rows))
     if spec.filter is not None:
         indices = _Filter(table, spec, columns, limit, filter_cpu_s).kept()
@@ -126,11 +128,14 @@ def peek_columns(table: Table, spec: DataSpec) -> Columns:
     if not first:
         raise no_rows(table.name)
     names = list(dict.fromkeys(itertools.chain.from_iterable(first)))
-    return columns_of(names, table.name, spec)
+    return columns_of(names, table, spec)
 
 
-def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
-    """Returns the columns, renamed. Raises BadRequest for a missing column."""
+def columns_of(names: Sequence[str], table: Table, spec: DataSpec) -> Columns:
+    """Returns the columns, renamed. Raises BadRequest for a column that is missing, or that cannot
+    be read."""
+    where = table.name
+    _check_types(table, spec)
     for new, old in spec.columns.items():
         if old not in names:
             raise BadRequest(
@@ -147,6 +152,37 @@ def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
             "several by data.template or data.messages"
         )
     return columns
+
+
+EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+"""What a template computes."""
+
+
+def _check_types(table: Table, spec: DataSpec) -> None:
+    """Raises BadRequest for a column that the job reads and whose type no service can be sent."""
+    for column, kind in table.left_out.items() if isinstance(table, ArrowTable) else ():
+        if key := _reader_of(column, spec):
+            raise BadRequest(
+                f"{key} reads the column {column!r} of {table.name}, whose type is {kind}; "
+                "expected text, numbers, or lists and tables of them: write it into the data as "
+                "text"
+            )
+
+
+def _reader_of(column: str, spec: DataSpec) -> str | None:
+    """Returns the key of the job by which it reads the column, by its name in the data."""
+    for new, old in spec.columns.items():
+        if old == column:
+            return f"data.columns.{new}"
+    if column == PROMPT and spec.template is None and spec.messages is None:
+        return "the prompt"
+    sources = {"data.template": spec.template, "data.answer": spec.answer}
+    for number, message in enumerate(spec.messages or ()):
+        sources[f"data.messages.{number}.content"] = message.content
+    computed = {key: " ".join(EXPRESSION.findall(text or "")) for key, text in sources.items()}
+    computed["data.filter"] = spec.filter or ""
+    named = re.compile(rf"\b{re.escape(column)}\b")
+    return next((key for key, text in computed.items() if named.search(text)), None)
 
 
 _KEPT: dict[str, array[int]] = {}
@@ -347,6 +383,58 @@ def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt,
         for prompt, text, count in zip(shown, texts, counts, strict=True)
     )
     return previewed, ""
+
+
+MAX_CHARS = 300
+"""Characters of a prompt that a warning shows."""
+
+
+def prompt_warnings(job: Job, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns what is probably wrong with how the job's model reads the prompts. An environment
+    makes messages of text."""
+    texts = [prompt for prompt in prompts[:MAX_SHOWN] if isinstance(prompt.content, str)]
+    if job.environment is not None or not texts:
+        return []
+    try:
+        reader = reader_of(job)
+    except TokenizerUnavailable:
+        return []
+    return [*_without_template(reader, texts[0]), *_twice_begun(reader, texts)]
+
+
+def _without_template(reader: PromptReader, prompt: Prompt) -> list[str]:
+    """Returns a warning if the model has a chat template, which text does not get."""
+    if reader.template is None:
+        return []
+    try:
+        (chat,) = reader.texts([[{"role": "user", "content": prompt.content}]])
+    except BadRequest:  # it does not take one message of the user
+        return []
+    return [
+        f"the prompts are text, and go to the model {reader.model!r} without its chat template: "
+        f"row {prompt.index} as {_shortened(str(prompt.content))!r}; as a chat message it would be "
+        f"{_shortened(chat)!r}. If the model is to be asked as in a chat, make messages of the "
+        "prompts: data.messages, or data.system_prompt"
+    ]
+
+
+def _twice_begun(reader: PromptReader, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns a warning for the first prompt that has a beginning-of-sequence token before which
+    the tokenizer puts another one."""
+    token = reader.values.get("bos_token")
+    bos = reader.tokenizer.token_to_id(token) if isinstance(token, str) else None
+    for prompt in prompts:
+        if bos is not None and reader.ids(prompt.content)[:2] == [bos, bos]:
+            return [
+                f"the prompt of row {prompt.index} begins with {token!r}, and the tokenizer of "
+                f"{reader.model!r} puts another one before it; leave {token!r} out of the prompt"
+            ]
+    return []
+
+
+def _shortened(text: str) -> str:
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def reader_of(job: Job) -> PromptReader:

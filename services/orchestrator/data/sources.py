@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import csv
-import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
 from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import (
     ArrowTable,
+    CsvTable,
     InlineTable,
     JsonTable,
     Table,
@@ -210,37 +208,6 @@ def _read(ask: SourceRequest, path: Path, name: str) -> Table:
     return FORMATS[path.suffix](path, name, version)
 
 
-def _csv(path: Path, name: str, version: str) -> Table:
-    with path.open("rb") as lines:  # `datasets` raises various errors for an empty file
-        first = list(itertools.islice(filter(bytes.strip, lines), 2))
-    if len(first) < 2:
-        raise no_rows(name)
-    header = _header(first[0].decode("utf-8-sig", "replace"))
-    _check_separator(header, name)
-    times = Counter(header)
-    if twice := next((column for column in header if column and times[column] > 1), None):
-        raise BadRequest(f"{name} has two columns {twice!r}; expected each name once in its header")
-    return _arrow("csv", path, name, version)
-
-
-def _check_separator(header: list[str], name: str) -> None:
-    """Raises BadRequest for a header that has one column by commas, and several by another
-    program's separator."""
-    for separator, called in ((";", "semicolons"), ("\t", "tabs")):
-        if len(header) == 1 and (names := header[0].split(separator))[1:]:
-            raise BadRequest(
-                f"{name} has {called} between its columns ({', '.join(names)}), and is read with "
-                "commas; save it with commas, or as .jsonl"
-            )
-
-
-def _header(line: str) -> list[str]:
-    try:
-        return next(csv.reader([line]))
-    except csv.Error:  # no CSV: reading the file will raise an error that says so
-        return []
-
-
 def _parquet(path: Path, name: str, version: str) -> Table:
     from pyarrow import ArrowException
     from pyarrow.parquet import read_metadata
@@ -253,17 +220,13 @@ def _parquet(path: Path, name: str, version: str) -> Table:
         raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
     if not num_rows:
         raise no_rows(name)
-    return _arrow("parquet", path, name, version)
-
-
-def _arrow(format: str, path: Path, name: str, version: str) -> Table:
-    return ArrowTable(name, version, {"path": format, "data_files": str(path), "split": "train"})
+    return ArrowTable(name, version, {"path": "parquet", "data_files": str(path), "split": "train"})
 
 
 FORMATS: dict[str, Callable[[Path, str, str], Table]] = {
     ".jsonl": lambda path, name, version: JsonTable(name, path, version),
     ".json": lambda path, name, version: JsonTable(name, path, version),
-    ".csv": _csv,
+    ".csv": lambda path, name, version: CsvTable(name, path, version),
     ".parquet": _parquet,
 }
 

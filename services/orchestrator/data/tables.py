@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import functools
 import itertools
 import json
+import math
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import httpx2 as httpx
 
 from services.orchestrator.errors import OperatorActionNeeded
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.weights.folders import digest_of_file
+from shared.wire.messages import without_arrow_nones
 
 Row = dict[str, Any]
 
@@ -80,17 +85,19 @@ class JsonTable:
     def rows(self) -> Rows:
         if self._is_list():
             return RowList(self._list())
-        return JsonLines(self, *(_indexed(self) if self.version else self.index()))
+        return FileRows(self, _indexed(self) if self.version else self.index())
 
-    def index(self) -> tuple[array[int], list[str], tuple[int, ...]]:
-        """Returns where each line begins, the columns, and the state of the file."""
+    def index(self) -> Index:
         offsets, columns = array("Q"), dict[str, None]()
         with self.path.open("rb") as file:
             stamp = _stamp(file.fileno())
             for offset, line, number in _lines(file):
                 columns.update(dict.fromkeys(self._parsed(line, number)))
                 offsets.append(offset)
-        return offsets, list(columns), stamp
+        return Index(offsets, list(columns), stamp)
+
+    def read_row(self, file: BinaryIO, index: Index) -> Row:
+        return json.loads(file.readline())
 
     def stream(self) -> Iterator[Row]:
         if self._is_list():
@@ -102,7 +109,8 @@ class JsonTable:
 
     def _is_list(self) -> bool:
         with self.path.open("rb") as file:
-            return next(filter(None, map(bytes.strip, file)), b"").startswith(b"[")
+            lines = (line.removeprefix(BOM_UTF8).strip() for line in file)
+            return next(filter(None, lines), b"").startswith(b"[")
 
     def _list(self) -> list[Row]:
         try:
@@ -157,35 +165,44 @@ PASSING = frozenset(
 PASSING_KINDS = (ConnectionError, TimeoutError, httpx.TransportError)
 
 
+@dataclass(frozen=True)
+class Index:
+    """Where each row of a file begins, its columns, the types of the columns that are not text, and
+    the state of the file."""
+
+    offsets: array[int]
+    columns: list[str]
+    stamp: tuple[int, ...]
+    types: Mapping[str, type] = field(default_factory=dict[str, type])
+
+
 @functools.lru_cache(maxsize=16)
-def _indexed(table: JsonTable) -> tuple[array[int], list[str], tuple[int, ...]]:
-    """As `JsonTable.index`, cached for all jobs with the same content of the same file."""
+def _indexed(table: JsonTable | CsvTable) -> Index:
+    """As the table's `index`, cached for all jobs with the same content of the same file."""
     found = table.index()
     check_version(table.name, digest_of_file(table.path), table.version)
     return found
 
 
-class JsonLines:
-    """Rows of a file with an object per line. Only their offsets are in memory; rows are read when
-    they are needed, so the file must not change."""
+class FileRows:
+    """Rows of a file. Only their offsets are in memory; rows are read when they are needed, so the
+    file must not change."""
 
-    def __init__(
-        self, table: JsonTable, offsets: array[int], columns: list[str], stamp: tuple[int, ...]
-    ) -> None:
-        self.column_names = columns
+    def __init__(self, table: JsonTable | CsvTable, index: Index) -> None:
+        self.column_names = index.columns
         self._table = table
-        self._offsets = offsets
-        self._stamp = stamp
+        self._index = index
+        self._stamp = index.stamp
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._index.offsets)
 
     def __getitem__(self, index: int, /) -> Row:
         try:
             with self._table.path.open("rb") as file:
                 self._check_same(file.fileno())
-                file.seek(self._offsets[index])
-                row: Row = json.loads(file.readline())
+                file.seek(self._index.offsets[index])
+                row = self._table.read_row(file, self._index)
         except OSError as error:
             raise Unavailable(
                 f"{self._table.name} cannot be read any more: {error.strerror}"
@@ -201,6 +218,181 @@ class JsonLines:
 
 
 @dataclass(frozen=True)
+class CsvTable:
+    """A file of comma-separated values. A column is text, unless each of its texts is how Python
+    writes a whole number, or a float: "007", "1.50", "NA" and "" stay what they are."""
+
+    name: str
+    path: Path
+    version: str | None
+
+    def rows(self) -> Rows:
+        return FileRows(self, self._index())
+
+    def stream(self) -> Iterator[Row]:
+        index = self._index()
+        with self.path.open("rb") as file:
+            for _, texts in itertools.islice(self._records(file), 1, None):
+                yield _typed(texts, index)
+
+    def notes(self) -> list[str]:
+        """Returns a sentence for each column that is not read as text."""
+        return [
+            f"column {column!r} of {self.name} was read as {NUMBERS[kind]}, because each of its "
+            "texts is one; if it is to stay text, save the file as .jsonl"
+            for column, kind in self._index().types.items()
+        ]
+
+    def index(self) -> Index:
+        with self.path.open("rb") as file:
+            stamp, records, offsets = _stamp(file.fileno()), self._records(file), array("Q")
+            _, columns = next(records, (0, []))
+            kinds = [[*NUMBERS] for _ in columns]
+            for offset, texts in records:
+                offsets.append(offset)
+                for left, text in zip(kinds, texts, strict=True):
+                    while left and not _is_written_as(left[0], text):
+                        left.pop(0)
+        if not offsets:
+            raise no_rows(self.name)
+        types = {column: left[0] for column, left in zip(columns, kinds, strict=True) if left}
+        return Index(offsets, columns, stamp, types)
+
+    def read_row(self, file: BinaryIO, index: Index) -> Row:
+        return _typed(next(csv.reader(_texts(file), strict=True)), index)
+
+    def _index(self) -> Index:
+        return _indexed(self) if self.version else self.index()
+
+    def _records(self, file: BinaryIO) -> Iterator[tuple[int, list[str]]]:
+        """Yields the offset and the fields of the header, and of each row. Raises BadRequest with
+        the line that cannot be read."""
+        csv.field_size_limit(MAX_FIELD_CHARS)
+        lines = _CountedLines(file)
+        reader, begin, num_columns = csv.reader(lines, strict=True), 0, 0
+        try:
+            for texts in reader:
+                if texts and not num_columns:
+                    texts = self._header(texts)
+                    num_columns = len(texts)
+                if texts and len(texts) != num_columns:
+                    raise self._unreadable(
+                        f"Expected {num_columns} fields in line {reader.line_num}, saw {len(texts)}"
+                    )
+                if texts:
+                    yield begin, texts
+                begin = lines.num_bytes
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise self._unreadable(f"line {lines.number}: {error}") from error
+
+    def _header(self, texts: list[str]) -> list[str]:
+        for separator, called in ((";", "semicolons"), ("\t", "tabs")):
+            if len(texts) == 1 and (names := texts[0].split(separator))[1:]:
+                raise BadRequest(
+                    f"{self.name} has {called} between its columns ({', '.join(names)}), and is "
+                    "read with commas; save it with commas, or as .jsonl"
+                )
+        times = Counter(texts)
+        if twice := next((each for each in texts if each and times[each] > 1), None):
+            raise BadRequest(
+                f"{self.name} has two columns {twice!r}; expected each name once in its header"
+            )
+        return [each or f"Unnamed: {at}" for at, each in enumerate(texts)]
+
+    def _unreadable(self, why: str) -> BadRequest:
+        return BadRequest(
+            f"{self.name} cannot be read as CSV: {why}; expected UTF-8, a header, and rows with as "
+            'many fields, those with commas, quotes or line ends in "..."'
+        )
+
+
+MAX_FIELD_CHARS = 1 << 30
+"""The csv module's own limit is less than a long prompt."""
+
+NUMBERS: dict[type, str] = {int: "integers", float: "floats"}
+
+MAX_INT = 2**63
+"""Greater whole numbers stay text: no service can be sent them."""
+
+
+class _CountedLines(Iterator[str]):
+    """The lines of a file as text, with their line ends. `num_bytes` and `number` are of what was
+    read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.number = 0
+
+    def __next__(self) -> str:
+        check_wanted()
+        line = next(self._file)
+        self.num_bytes += len(line)
+        self.number += 1
+        return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
+
+
+def _texts(file: BinaryIO) -> Iterator[str]:
+    return (line.decode("utf-8") for line in file)
+
+
+def _is_written_as(kind: type, text: str) -> bool:
+    """Whether Python writes the number of this kind that the text is as this text."""
+    try:
+        number = kind(text)
+    except ValueError:
+        return False
+    is_sendable = math.isfinite(number) if kind is float else abs(number) < MAX_INT
+    return is_sendable and repr(number) == text
+
+
+def _typed(texts: Sequence[str], index: Index) -> Row:
+    pairs = zip(index.columns, texts, strict=True)
+    return {name: index.types.get(name, str)(text) for name, text in pairs}
+
+
+class ArrowRows:
+    """Rows of a `datasets.Dataset`, with their chat messages as they were written."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.column_names = rows.column_names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return _from_arrow(self._rows[index])
+
+
+JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")
+"""How the names of Arrow's types begin whose values JSON has."""
+
+
+def _unsendable(feature: Any) -> str | None:
+    """Returns the type of what is in a column and JSON has not; None if there is nothing."""
+    if isinstance(feature, dict):
+        inner = list(cast(dict[str, Any], feature).values())
+    elif isinstance(feature, list):
+        inner = cast(list[Any], feature)
+    elif hasattr(feature, "feature"):  # a list
+        inner = [feature.feature]
+    else:
+        kind = str(getattr(feature, "dtype", ""))
+        media = type(feature).__name__ in ("Image", "Audio", "Video", "Pdf")
+        return type(feature).__name__.lower() if media else _without_json(kind)
+    return next(filter(None, map(_unsendable, inner)), None)
+
+
+def _without_json(kind: str) -> str | None:
+    return None if kind.startswith(JSON_TYPES) else kind
+
+
+def _from_arrow(row: Row) -> Row:
+    return {name: without_arrow_nones(value) for name, value in row.items()}
+
+
+@dataclass(frozen=True)
 class ArrowTable:
     """A table read by the library `datasets`, with `arguments` for its `load_dataset`. It keeps the
     rows in an Arrow file on disk, not in memory."""
@@ -208,15 +400,33 @@ class ArrowTable:
     name: str
     version: str | None
     arguments: dict[str, Any]
+    left_out: dict[str, str] = field(default_factory=dict[str, str], compare=False)
+    """The types of the columns that no service can be sent, known once rows were read."""
 
     def rows(self) -> Rows:
-        return self._read(lambda: self._load(streaming=False))
+        return ArrowRows(self._read(lambda: self._sendable(streaming=False)))
 
     def stream(self) -> Iterator[Row]:
-        rows = self._read(lambda: iter(self._load(streaming=True)))
+        rows = self._read(lambda: iter(self._sendable(streaming=True)))
         nothing: Row = {}
         while (row := self._read(lambda: next(rows, nothing))) is not nothing:
-            yield row
+            yield _from_arrow(row)
+
+    def notes(self) -> list[str]:
+        """Returns a sentence for each column that is left out."""
+        return [
+            f"column {column!r} of {self.name} is left out of its rows, because its type is "
+            f"{kind}; if a reward reads it, write it into the data as text or as numbers"
+            for column, kind in self.left_out.items()
+        ]
+
+    def _sendable(self, *, streaming: bool) -> Any:
+        """Returns the data set without the columns whose values JSON has not."""
+        found = self._load(streaming=streaming)
+        for column, feature in (found.features or {}).items():
+            if kind := _unsendable(feature):
+                self.left_out[column] = kind
+        return found.remove_columns([*self.left_out]) if self.left_out else found
 
     def _load(self, *, streaming: bool) -> Any:
         import datasets
@@ -242,7 +452,12 @@ class ArrowTable:
             raise BadRequest(f"{self.name} cannot be read: {reason[0]}") from error
 
 
-Table = InlineTable | JsonTable | ArrowTable
+def notes_of(table: Table) -> list[str]:
+    """Returns what a person may not expect of how the table's rows are read."""
+    return table.notes() if isinstance(table, CsvTable | ArrowTable) else []
+
+
+Table = InlineTable | JsonTable | CsvTable | ArrowTable
 """An opened source. Messages call it `name`; `version` identifies its content (None: unknown, or
 always the same). `rows` returns all rows, `stream` yields them in order, without holding them; both
 raise BadRequest if they cannot be read."""
@@ -294,7 +509,7 @@ def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:
     offset = 0
     for number, line in enumerate(file, 1):
         check_wanted()
-        if line.strip():
+        if line.removeprefix(BOM_UTF8).strip():
             yield offset, line, number
         offset += len(line)
 

@@ -31,6 +31,7 @@ from shared.job.checks import all_warm_up
 from shared.settings import Settings
 from shared.templates import RENDERER, RenderFailed
 from shared.wire import Prompt
+from shared.wire.messages import for_template, normalized
 
 Content = str | tuple[dict[str, Any], ...]
 
@@ -51,6 +52,7 @@ class HeldOut:
     columns: tuple[str, ...]
     problems: Sequence[Problem]
     version: str | None = None
+    table: Table | None = None
 
     def prompts(self) -> tuple[Prompt, ...]:
         """Returns the prompts. Takes as long as the templates."""
@@ -71,7 +73,7 @@ class Prompts:
     by "train", "eval" and "eval.<set>", if known. `train` are all training problems, which messages
     call `name`, None for a stream; `sets` are the held-out sets. `history` has the verdicts on
     earlier groups, for an order that skips problems. A job of 0 steps has no training problems, and
-    no `order`; neither has a job whose groups are sampled elsewhere.
+    no `order`; neither has a job whose groups are sampled elsewhere. `tables` are the sources.
     """
 
     job: Job
@@ -82,6 +84,7 @@ class Prompts:
     versions: dict[str, str] = field(default_factory=dict[str, str])
     train: Sequence[Problem] | None = None
     history: History = field(default_factory=History)
+    tables: tuple[Table, ...] = ()
 
     @property
     def num_train(self) -> int | None:
@@ -144,7 +147,15 @@ def load_prompts(
     if ask is None:
         held_out = load_held_out(job, settings, versions)
         columns = _shared_columns(held_out[0].columns, held_out) if held_out else ()
-        return Prompts(job, None, held_out, columns, versions=_versions(held_out), train=())
+        return Prompts(
+            job,
+            None,
+            held_out,
+            columns,
+            versions=_versions(held_out),
+            train=(),
+            tables=_tables(held_out),
+        )
     train = open_source(ask)
     columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
     held_out = load_held_out(job, settings, versions)
@@ -158,7 +169,12 @@ def load_prompts(
         versions=found | _versions(held_out),
         train=problems,
         history=history,
+        tables=(train, *_tables(held_out)),
     )
+
+
+def _tables(held_out: Sequence[HeldOut]) -> tuple[Table, ...]:
+    return tuple(each.table for each in held_out if each.table is not None)
 
 
 def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:
@@ -220,7 +236,7 @@ def _held_out(name: str, ask: SourceRequest, limit: int | None) -> HeldOut:
         problems: Sequence[Problem] = [*itertools.islice(passing, limit)]
     else:
         columns, problems = select_problems(table, spec, limit, cpu_s)
-    return HeldOut(name, spec, table.name, columns.names, problems, table.version)
+    return HeldOut(name, spec, table.name, columns.names, problems, table.version, table)
 
 
 def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:
@@ -286,13 +302,24 @@ def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
         value = value["messages"]
     if isinstance(value, str):
         return _with_system(value, spec)
-    if isinstance(value, list) and value and all(map(_is_message, value)):
-        return (*_system(spec), *value)
     column = spec.columns.get(PROMPT, PROMPT)
+    at = f"row {problem.index} of {where}, column {column!r}"
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return (*_system(spec), *chat_of(value, at))
     raise BadRow(
-        f"row {problem.index} of {where}, column {column!r}: got {value!r:.80}; expected text or a "
-        "list of chat messages, each with a role and its content"
+        f"{at}: got {value!r:.80}; expected text or a list of chat messages, each with a role and "
+        "its content"
     )
+
+
+def chat_of(messages: Sequence[Any], at: str) -> tuple[dict[str, Any], ...]:
+    """Returns a row's chat messages in the form in which samplers get them. Raises BadRow for what
+    no chat template can be given."""
+    try:
+        for_template(messages)
+        return normalized(messages)
+    except ValueError as error:
+        raise BadRow(f"{at}: {error}") from error
 
 
 def _is_message(value: Any) -> bool:

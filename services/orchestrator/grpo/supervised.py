@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem, unrenderable
-from services.orchestrator.grpo.prompts import Content, Prompts
+from services.orchestrator.grpo.prompts import Content, Prompts, chat_of
 from services.orchestrator.samplers.clients import NOT_GRADED
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.tasks import gather_all
@@ -141,8 +141,9 @@ def _answer(value: Any, content: Content, at: str) -> Answer:
     before it end the prompt."""
     if isinstance(value, str) and value.strip():
         return value
-    messages: list[Any] = value if isinstance(value, list) else []
-    last: dict[str, Any] = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    given: list[Any] = value if isinstance(value, list) else []
+    messages = [*chat_of(given, at)] if all(isinstance(each, dict) for each in given) else []
+    last: dict[str, Any] = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         raise BadRow(
             f"{at}: got {value!r:.80}; expected an answer: text, or a list of chat messages that "

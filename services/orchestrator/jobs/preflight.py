@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
-from services.orchestrator.data.choosing import MAX_SHOWN, preview
+from services.orchestrator.data.choosing import MAX_SHOWN, preview, prompt_warnings
 from services.orchestrator.data.hub import cached_model, named_model_folder
 from services.orchestrator.data.order import History
 from services.orchestrator.data.sources import fetch, source_requests
+from services.orchestrator.data.tables import ArrowTable, notes_of
 from services.orchestrator.errors import CheckFailed, CheckNeeds
 from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
 from services.orchestrator.grpo.supervised import sft_examples
@@ -71,7 +72,8 @@ class Inspection:
     """What a job's data is: `columns`, `num_train` and `num_held_out` as in `Prompts`, `versions`
     of its sources, the prompts of its `first` step. A dry run has the first prompts as the model
     reads them, `shown`, and the `lengths` of more; `not_counted` is why their tokens are not known.
-    The start of an attempt has all `prompts`."""
+    A dry run also has `notes`: what a person may not expect of how the data is read. `left_out` are
+    the notes about columns that are not in the rows. The start of an attempt has all `prompts`."""
 
     columns: tuple[str, ...] = ()
     num_train: int | None = None
@@ -81,6 +83,8 @@ class Inspection:
     shown: tuple[PreviewedPrompt, ...] = ()
     not_counted: str = ""
     lengths: PromptLengths = field(default_factory=PromptLengths)
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     prompts: Prompts | None = None
 
 
@@ -247,6 +251,7 @@ async def _check_data(run: Preflight) -> None:
     else:
         look = inspect, job, run.settings, run.not_checked, run.showing is not None
         run.data = await run.executor.run(job, *look)
+        run.warnings += run.data.notes
 
 
 def _of_each_model(job: Job) -> list[Job]:
@@ -284,9 +289,20 @@ def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool
     """Returns the findings about the data of a submission. Its prompts are measured with the
     tokenizer of the job's model. Raises BadRequest for faults that would fail the job later."""
     prompts = load_prompts(job, settings)
-    first = check_rows(job, prompts)
+    left_out = [
+        note for each in prompts.tables if isinstance(each, ArrowTable) for note in each.notes()
+    ]
+    try:
+        first = check_rows(job, prompts)
+    except BadRequest as error:
+        raise _with_notes(error, left_out) from error
     found = Inspection(
-        prompts.columns, prompts.num_train, prompts.num_held_out, prompts.versions, first
+        prompts.columns,
+        prompts.num_train,
+        prompts.num_held_out,
+        prompts.versions,
+        first,
+        left_out=tuple(left_out),
     )
     if not showing:
         return found
@@ -296,7 +312,18 @@ def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool
         shown=shown,
         not_counted=_unread_model(job, not_checked) if not_checked else not_counted,
         lengths=counted(job, prompts) if job.trains and not job.is_pushed else PromptLengths(),
+        notes=(
+            *prompt_warnings(job, first),
+            *(note for table in prompts.tables for note in notes_of(table)),
+        ),
     )
+
+
+def _with_notes(error: BadRequest, left_out: Sequence[str]) -> BadRequest:
+    """Returns the error, which may be because of a column that is left out, with these."""
+    if not left_out:
+        return error
+    return BadRequest("; ".join([error.detail, *left_out]), code=error.code)
 
 
 def _reload(job: Job, settings: Settings, accepted: AcceptedData) -> Inspection:
@@ -346,6 +373,13 @@ def _shown_prompts(
 # --- by its services
 
 
+async def _check_rewards(run: Preflight) -> None:
+    try:
+        await run.services.validate(run.data.columns, run.data.first)
+    except BadRequest as error:
+        raise _with_notes(error, run.data.left_out) from error
+
+
 async def _check_processor(run: Preflight) -> None:
     if run.cpu_limit:
         run.warnings += await cpu_warning(run.job, run.cpu_limit, run.services.caller.settings)
@@ -370,12 +404,7 @@ CHECKS = (
     Check("start checkpoint", "data", _check_start),
     Check("mistakes", "data", _look_for_mistakes),
     Check("data", "data", _check_data, at_start=True),
-    Check(
-        "rewards",
-        "services",
-        lambda run: run.services.validate(run.data.columns, run.data.first),
-        at_start=True,
-    ),
+    Check("rewards", "services", _check_rewards, at_start=True),
     Check("processor", "services", _check_processor),
     Check("trial", "services", _try_rewards),
 )

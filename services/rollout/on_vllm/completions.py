@@ -18,7 +18,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from vllm import SamplingParams
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -39,6 +39,7 @@ from services.rollout.running import spans
 from shared.errors import BadRequest, Failed, NotFound
 from shared.host.logs import get_logger
 from shared.wire import ChatRequest, Logprobs, Message, Rollout, Sampling, Span, TokenIds
+from shared.wire.messages import for_openai
 
 NUMBER = "#"
 """Between an adapter's name and its number, in the name that vLLM knows it by."""
@@ -197,6 +198,21 @@ ALIAS = "policy"
 """The name by which callers may ask for the model that serves, whichever it is."""
 
 
+class ChatCall(ChatCompletionRequest):
+    """A chat completion whose messages are normalized as everywhere in Hone. They are copies: vLLM
+    changes the messages that it is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalized(cls, data: Any) -> Any:
+        messages = data.get("messages") if isinstance(data, dict) else None
+        if not isinstance(messages, list | tuple):
+            return data
+        if not all(isinstance(message, dict) for message in messages):
+            return data
+        return {**data, "messages": for_openai(messages)}
+
+
 class VllmChat:
     """Renders and parses by `serving`, as vLLM's own route does."""
 
@@ -307,10 +323,7 @@ class VllmChat:
             )
         given = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
         try:
-            # Copies: vLLM changes the messages that it is given.
-            return ChatCompletionRequest.model_validate(
-                {**given, "messages": [dict(message) for message in messages], **options}
-            )
+            return ChatCall.model_validate({**given, "messages": messages, **options})
         except (ValidationError, VLLMClientError) as error:
             raise BadRequest(f"vLLM refuses the request: {' '.join(str(error).split())}") from error
 

@@ -61,6 +61,7 @@ from shared.wire import (
     SharedWeights,
     TokenIds,
 )
+from shared.wire.messages import for_template
 
 R = TypeVar("R")
 
@@ -125,7 +126,7 @@ class VllmEngine:
             return self._tokenizer.encode(prompt)
         options = {"add_generation_prompt": True, **template_args, "tokenize": False}
         try:
-            text = self._tokenizer.apply_chat_template(list(prompt), **options)
+            text = self._tokenizer.apply_chat_template(for_template(prompt), **options)
         except Exception as error:  # the template is the model's code, on a job's data
             raise BadPrompt(
                 f"the model's chat template refused the messages: {type(error).__name__}: {error}"

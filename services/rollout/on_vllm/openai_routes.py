@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -31,7 +31,7 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
-from services.rollout.on_vllm.completions import ALIAS, NUMBER, lora_request
+from services.rollout.on_vllm.completions import ALIAS, NUMBER, ChatCall, lora_request
 from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest
 
@@ -90,6 +90,10 @@ class ServingModels(OpenAIServingModels):
         return models
 
 
+async def _chat_completion(request: ChatCall, raw_request: Request) -> Any:
+    return await create_chat_completion(request, raw_request)
+
+
 def openai_app(
     engine: EngineClient,
     model: str,
@@ -135,7 +139,7 @@ def openai_app(
     app.add_api_route("/models", show_available_models, methods=["GET"])
     app.add_api_route("/completions", create_completion, methods=["POST"], dependencies=json_only)
     app.add_api_route(
-        "/chat/completions", create_chat_completion, methods=["POST"], dependencies=json_only
+        "/chat/completions", _chat_completion, methods=["POST"], dependencies=json_only
     )
     app.add_api_route("/inference/v1/generate", generate, methods=["POST"], dependencies=json_only)
     app.add_api_route("/get_world_size", get_world_size, methods=["GET"])

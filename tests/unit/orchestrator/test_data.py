@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 import random
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.orchestrator.data import tables
 from services.orchestrator.data.choosing import Problem
 from services.orchestrator.data.order import StreamOrder, TableOrder, shuffled_within
 from services.orchestrator.data.sources import KINDS, SourceRequest, open_source
 from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
+from services.orchestrator.jobs.prompt_checks import check_rows
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.job import Job
 from shared.settings import Settings
@@ -183,6 +187,13 @@ def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, senten
             "prompt,answer,answer\nx,1,2\n",
             "a.csv' has two columns 'answer'; expected each",
         ),
+        (
+            "a.csv",
+            "prompt,answer\n\nx\n",
+            "a.csv' cannot be read as CSV: Expected 2 fields in line 3",
+        ),
+        ("a.csv", 'prompt,answer\n"x\ny",1\n"z,2\n', "line 4: unexpected end of data; expected"),
+        ("a.csv", b"prompt\nx\n\xff\n", "line 3: 'utf-8' codec can't decode byte 0xff"),
         ("a.parquet", "no parquet", "a.parquet' cannot be read: "),
         ("a.jsonl", "", "a.jsonl' has no rows; expected at least one"),
         ("a.csv", "prompt,answer\n", "a.csv' has no rows; expected at least one"),
@@ -481,3 +492,152 @@ def test_a_csv_with_other_separators_than_commas_says_so(
     )
     path.write_text("prompt\n1; 2?\n")
     assert load({"train": str(path)}, settings).num_train == 1, "one column is no fault"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_of_a_parquet_file_are_as_they_were_written(
+    tmp_path: Path, settings: Settings, streaming: bool
+) -> None:
+    def calling(arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "tool_calls": [call]}
+
+    first = [{"role": "user", "content": "a", "weight": 0}, calling({"city": "Rome"})]
+    second = [calling({"day": 2}), {"role": "user", "content": "b"}]
+    rows = [{"prompt": first, "x": {"p": 1}}, {"prompt": second, "x": {"q": 2}}]
+    train = write(tmp_path / "chats.parquet", rows)
+    prompts = load({"train": train, "streaming": streaming, "shuffle": False}, settings)
+    one, other, *_ = prompts.for_step(1)
+    assert (one.content, other.content) == (tuple(first), tuple(second))
+    assert other.row["x"] == {"p": None, "q": 2}  # no message: graders see the columns as they are
+
+
+CSV = """\
+\ufeffprompt,id,level,score,gap,big,known,flag
+"1,2 ""and""
+3",007,7,0.5,1,1,NA,True
+b,008,-8,2.25,,9223372036854775808,None,False
+
+"",009,0,-1.0,3,2,null,True
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_csv_keeps_each_text_and_reads_numbers_that_are_written_as_such(
+    tmp_path: Path, settings: Settings, end: str, streaming: bool
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(CSV.replace("\n", end).encode())
+    data = {"train": str(path), "streaming": streaming, "shuffle": False, "template": "{{ id }}"}
+    prompts = load(data, settings, sampling={"prompts_per_step": 3})
+    common = {"prompt", "id", "level", "score", "gap", "big", "known", "flag"}
+    values = [
+        (f'1,2 "and"{end}3', "007", 7, 0.5, "1", "1", "NA", "True"),
+        ("b", "008", -8, 2.25, "", "9223372036854775808", "None", "False"),
+        ("", "009", 0, -1.0, "3", "2", "null", "True"),
+    ]
+    assert set(prompts.columns) == common
+    for prompt, expected in zip(prompts.for_step(1), values, strict=True):
+        found = tuple(prompt.row.values())
+        assert (found, [*map(type, found)]) == (expected, [*map(type, expected)])
+    notes = [note.partition(f" of dataset '{path}' was read as ") for note in notes_of(prompts)]
+    told = [(column, rest.partition(",")[0]) for column, _, rest in notes]
+    assert told == [("column 'level'", "integers"), ("column 'score'", "floats")]
+
+
+def notes_of(prompts: Prompts) -> list[str]:
+    return [note for table in prompts.tables for note in tables.notes_of(table)]
+
+
+def test_a_long_field_and_a_column_without_a_name_are_read(
+    tmp_path: Path, settings: Settings
+) -> None:
+    (tmp_path / "rows.csv").write_text(f",prompt\nx,{'p' * 200_000}\n")
+    (prompt, *_) = load({"train": str(tmp_path / "rows.csv")}, settings).first()
+    assert prompt.row == {"Unnamed: 0": "x", "prompt": "p" * 200_000}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("text", ['[{"prompt": "x"}]', '{"prompt": "x"}\n', '\n{"prompt": "x"}'])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_may_begin_with_a_byte_order_mark(
+    tmp_path: Path, settings: Settings, name: str, text: str, streaming: bool
+) -> None:
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    prompts = load({"train": str(tmp_path / name), "streaming": streaming}, settings)
+    assert prompts.first()[0].content == "x" and prompts.columns == ("prompt",)
+
+
+DATED = {
+    "prompt": ["a", "b", "c", "d"],
+    "created": [datetime.datetime(2024, 1, 2)] * 4,
+    "day": [datetime.date(2024, 1, 2)] * 4,
+    "price": [Decimal("1.50")] * 4,
+    "raw": [b"x"] * 4,
+    "meta": [{"at": [datetime.datetime(2024, 1, 2)], "n": 1}] * 4,
+    "level": [1] * 4,
+}
+KINDS_LEFT_OUT = {
+    "created": "timestamp[us]",
+    "day": "date32",
+    "price": "decimal128(3, 2)",
+    "raw": "binary",
+    "meta": "timestamp[us]",
+}
+
+
+def dated(path: Path) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(DATED), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_json_has_not_are_left_out_where_nothing_reads_them(
+    tmp_path: Path, settings: Settings, streaming: bool
+) -> None:
+    train = dated(tmp_path / "dated.parquet")
+    asked = make_job({"train": train, "streaming": streaming, "shuffle": False})
+    prompts = load_prompts(asked, settings)
+    assert check_rows(asked, prompts)[1].row == {"prompt": "b", "level": 1}
+    for note, (column, kind) in zip(notes_of(prompts), KINDS_LEFT_OUT.items(), strict=True):
+        assert note.startswith(f"column {column!r} of dataset {train!r} is left out of its rows")
+        assert f"its type is {kind}; if a reward reads it, write it" in note
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("data", "key", "column"),
+    [
+        ({"columns": {"prompt": "created"}}, "data.columns.prompt", "created"),
+        ({"template": "{{ prompt }} of {{ row['day'] }}"}, "data.template", "day"),
+        ({"filter": "price > 1"}, "data.filter", "price"),
+        (
+            {"messages": [{"role": "user", "content": "{% if raw %}x{% endif %}"}]},
+            "data.messages.0.content",
+            "raw",
+        ),
+    ],
+)
+def test_a_column_that_json_has_not_is_refused_by_name_and_type_where_it_is_read(
+    tmp_path: Path, settings: Settings, data: dict[str, Any], key: str, column: str, streaming: bool
+) -> None:
+    train = dated(tmp_path / "dated.parquet")
+    with pytest.raises(BadRequest) as raised:
+        load({"train": train, "streaming": streaming, **data}, settings)
+    assert raised.value.detail == (
+        f"{key} reads the column {column!r} of dataset {train!r}, whose type is "
+        f"{KINDS_LEFT_OUT[column]}; expected text, numbers, or lists and tables of them: write it "
+        "into the data as text"
+    )
+
+
+def test_a_template_may_name_such_a_column_in_its_text(tmp_path: Path, settings: Settings) -> None:
+    data = {
+        "train": dated(tmp_path / "dated.parquet"),
+        "template": "What day and price? {{ prompt }}",
+    }
+    assert load({**data, "shuffle": False}, settings).first()[0].content == "What day and price? a"

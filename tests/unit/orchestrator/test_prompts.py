@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,34 @@ def test_chat_messages_stay_as_they_are() -> None:
 def test_a_message_without_role_or_content_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="chat messages, each with a role and its content"):
         made(make_job(), ([{"prompt": [message]}] * 4)).for_step(1)
+
+
+def test_the_parts_of_a_message_are_one_text() -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2"}]
+    (prompt, *_) = made(make_job(), [{"prompt": [{"role": "user", "content": parts}]}] * 4).first()
+    assert prompt.content == ({"role": "user", "content": "1+2"},)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+            "part 0 of the 'content' of message 0 is of type 'image_url'; expected",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "the 'arguments' of call 0 of message 0 are '{'; expected an object, or the JSON text",
+        ),
+    ],
+)
+def test_a_message_that_no_template_can_be_given_is_refused_with_its_row(
+    message: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(BadRequest) as raised:
+        made(make_job(), [{"prompt": [message]}] * 4).first()
+    assert re.match(r"row \d of dataset 'x.jsonl', column 'prompt': ", raised.value.detail)
+    assert sentence in raised.value.detail
 
 
 def test_an_assistants_tool_call_needs_no_content() -> None:

@@ -71,6 +71,16 @@ def test_a_chat_teaches_each_answer_after_the_messages_before_it() -> None:
     assert taught(whole) == [((CHAT[0], CHAT[1], CHAT[2]), CHAT[3])]
 
 
+def test_answers_are_normalized_as_prompts_are() -> None:
+    parts = [{"type": "text", "text": "a"}]
+    asked, good = {"role": "user", "content": parts, "weight": None}, said("assistant", "b")
+    given = {"role": "assistant", "content": [{"type": "text", "text": "b"}], "weight": None}
+    assert taught(job([{"prompt": [asked, given]}])) == [((ASKED[0],), good)]
+    bad = said("assistant", "c")
+    row = {"prompt": [asked], "chosen": [asked, given], "rejected": [asked, bad]}
+    assert taught(job([row], training={"objective": "dpo"})) == [((ASKED[0],), good, bad)]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

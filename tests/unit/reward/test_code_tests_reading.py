@@ -433,3 +433,8 @@ def test_to_a_strict_judge_true_is_not_1() -> None:
     cases = [("f(1) == 1", "_0 == 1", [encode(True)]), ("f(1) == [0]", "_0 == [0]", [encode([0])])]
     assert [verdict for verdict, _ in judged(cases, [])] == ["ok", "ok"]
     assert [verdict for verdict, _ in judged(cases, [], True)] == ["wrong", "ok"]
+
+
+def test_arguments_as_lines_of_json_end_at_line_feeds_only() -> None:
+    (case,) = calls("f", ['"a\u2028b\x85"\n2\r\n'], ['"c"'], 0.0)
+    assert case.calls == ("(f if 'f' in globals() else Solution().f)('a\\u2028b\\x85', 2)",)

@@ -66,3 +66,26 @@ def test_a_template_that_fails_and_an_answer_of_another_kind_are_refused(tokeniz
         given(tokenizer, ASKED, "low")
     with pytest.raises(BadPrompt, match="the prompt is text and the answer a message"):
         given(tokenizer, "look", {"role": "assistant", "content": "low"})
+
+
+CALLING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.name }}("
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %})"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Iterates over the arguments of calls, as templates of several models do."""
+
+
+@pytest.mark.parametrize("arguments", ['{"n": 5}', {"n": 5}])
+def test_calls_are_rendered_whether_their_arguments_are_text_or_an_object(
+    tokenizer, arguments: Any
+) -> None:
+    tokenizer.chat_template = CALLING
+    call = {"type": "function", "function": {"name": "guess", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert given(tokenizer, ASKED, answer) == f"guess(n=5){END}"
+    assert given(tokenizer, (*ASKED, answer), "low") == f"low{END}"
+    with pytest.raises(BadPrompt, match="part 0 of the 'content' of message 0 is of type 'image'"):
+        given(tokenizer, ({"role": "user", "content": [{"type": "image"}]},), "low")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from shared.templates import Renderer, RenderFailed
+from shared.errors import BadRequest
+from shared.templates import Renderer, RenderFailed, prompt_reader
+from tests.support.model_folders import make_model_folder
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +103,26 @@ def test_chats_are_rendered_as_transformers_renders_them(renderer: Renderer) -> 
         [messages], chat_template=template, add_generation_prompt=True, bos_token="<s>"
     )
     assert ours == [theirs] and json.dumps(messages[0], ensure_ascii=False) in theirs
+
+
+CALLING = (
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
+    "{% for name, value in call.function.arguments.items() %} {{ name }} {{ value }}{% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_messages_of_any_form_are_one_prompt(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(CALLING)
+    reader = prompt_reader("m/m", folder)
+    plain, parts = "w3 w4", [{"type": "text", "text": "w3 "}, {"type": "text", "text": "w4"}]
+    for content, arguments in ((plain, {"w5": "w6"}), (parts, '{"w5": "w6"}')):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+        assert reader.texts([chat]) == ["w3 w4 w5 w6"]
+    with pytest.raises(BadRequest, match="part 0 of the 'content' of message 0 is of type 'image'"):
+        reader.texts([[{"role": "user", "content": [{"type": "image"}]}]])

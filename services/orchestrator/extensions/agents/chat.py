@@ -55,15 +55,7 @@ def _message(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     said = {name: value for name, value in given.items() if value not in (None, [])}
-    content = said.get("content")
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        said["content"] = "".join(part["text"] for part in content)
     return {**said, "role": "system"} if given.get("role") == "developer" else said
-
-
-def _is_text(part: Any) -> bool:
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)
 
 
 def _tool(given: Any) -> Any:

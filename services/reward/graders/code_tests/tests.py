@@ -323,7 +323,7 @@ def _call(given: Any, wanted: Any) -> tuple[list[Any], Any]:
     if isinstance(given, list | tuple):
         return list(given), wanted
     try:
-        return [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
+        return [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(wanted)
     except (AttributeError, TypeError, ValueError) as error:
         raise wrong_row(
             f"a call is {given!r:.80} with the result {wanted!r:.80}; expected {CALLS}, or both as "
