@@ -104,6 +104,14 @@ def shared_tokens(metrics: dict[str, float]) -> str:
     return f"  {share:.0%} of tokens shared" if share >= SHOWN_SHARE else ""
 
 
+def unchanged(metrics: dict[str, float]) -> str:
+    """Returns why the step changed no weight; "" if it changed some."""
+    from shared.wire import MetricsRow
+
+    why = MetricsRow(step=1, metrics=metrics).why_unchanged
+    return f"  no weight changed: {why}" if why else ""
+
+
 def time_split(metrics: dict[str, float]) -> str:
     """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync
     0.1 s`."""
@@ -364,7 +372,7 @@ class Follower:
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
         step = f"step {event.data['step']}/{event.data['steps']}"
-        played = conversations(metrics) + shared_tokens(metrics)
+        played = conversations(metrics) + shared_tokens(metrics) + unchanged(metrics)
         return f"{step}  {name} {shown}{curve}{played}  {time_split(metrics)}{left}"
 
 

@@ -408,7 +408,8 @@ def findings_text(listed: FindingList) -> Text:
     """Returns the findings, the worst first, each with its cause, remedy and evidence."""
     at = f"{listed.job_id}: {listed.status}, step {listed.step}"
     if not listed.findings:
-        return Text(f"{at}: nothing is wrong")
+        is_new = not listed.step and listed.status != "succeeded"
+        return Text(f"{at}: nothing is wrong{' so far; no step is done yet' if is_new else ''}")
     head = "well, and worth knowing:" if listed.well else "not well:"
     blocks = [Text(f"{at}: {head}"), *map(_finding, listed.findings)]
     return Text("\n\n").join(blocks)

@@ -184,6 +184,16 @@ class MetricsRow(Wire):
     step: int
     metrics: dict[str, float]
 
+    @property
+    def why_unchanged(self) -> str:
+        """Why the step changed no weight; "" if it changed some, or if the row does not say."""
+        if self.metrics.get("skipped_steps"):
+            return "loss or gradient were not finite"
+        if self.metrics.get("num_examples") == 0:
+            has_none = self.metrics.get("frac_reward_zero_std", 0) >= 1
+            return "no group had a signal" if has_none else "there was no example to train on"
+        return "the learning rate was 0" if self.metrics.get("learning_rate") == 0 else ""
+
     @classmethod
     def stored(cls, file: Path) -> list[MetricsRow]:
         """Returns the rows of a run folder's metrics.jsonl, by step. Ignores lines that a crash cut
@@ -289,6 +299,7 @@ FindingCode = Literal[
     "updates_too_large",
     "updates_too_small",
     "steps_skipped",
+    "no_update",
     "mismatch",
     "off_policy",
     "slow_stage",
@@ -299,6 +310,8 @@ FindingCode = Literal[
     "data_exhausted",
     "evaluation_too_small",
     "evaluation_ignored",
+    "too_few_steps",
+    "own_reward",
     "missing_rewards",
     "errored_rollouts",
     "environment_failures",

@@ -21,7 +21,7 @@ LINES = {
     "services/orchestrator/grpo": 2_950,
     "services/orchestrator/jobs": 2_850,
     "services/orchestrator/samplers": 2_800,
-    "services/orchestrator/store": 3_050,
+    "services/orchestrator/store": 3_070,
     "services/reward": 15_050,
     "services/rollout": 5_650,
     "services/trainer": 9_950,

@@ -83,7 +83,7 @@ class Recovery:
         self._status.begin("bringing the weights to the sampler", f"step {state.step + 1}")
         job = self._record.job
         await sync_weights(self._services, self._folder, job, state.step, self._journal)
-        await self._journal.loaded(state)
+        await self._journal.loaded(state, self.furthest)
         return state
 
     async def _load_both(self) -> TrainerState:

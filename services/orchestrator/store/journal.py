@@ -47,13 +47,16 @@ class Journal:
         """Reports that the run stalls, or continues again."""
         await (self.warn(message) if stalls else self.log(message))
 
-    async def loaded(self, state: TrainerState) -> None:
+    async def loaded(self, state: TrainerState, furthest: int) -> None:
+        """Reports that the trainer has the job, which had done step `furthest` before."""
         ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
         message = (
             f"the trainer has {state.num_parameters:,} parameters as {state.dtype}, {ranks} on "
             f"{state.device}"
         )
-        if state.step:
+        if state.step < furthest:
+            message += f"; resumed at step {state.step}: {_steps(state.step + 1, furthest)} again"
+        elif state.step:
             message += f"; continuing after step {state.step}"
         for sentence in state.damaged:
             await self.warn(sentence)
@@ -92,6 +95,8 @@ class Journal:
             shown = f"reward {'none' if reward is None else format(reward, '.3f')}"
             if SUPERVISED in metrics:
                 shown = f"loss {metrics['loss']:.4f}"
+            if row.why_unchanged:
+                shown += f"; no weight changed: {row.why_unchanged}"
             await self._store.report(
                 self._lease,
                 "step",
@@ -118,6 +123,10 @@ class Journal:
         message = f"{model}: held-out reward {reward}{f' ({held_out})' if held_out else ''}"
         data = {"model": model, "set": held_out, "metrics": metrics}
         await self._store.report(self._lease, "eval", message, data, tries=0)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first} is trained" if first == last else f"steps {first} to {last} are trained"
 
 
 def _held_out(metrics: Mapping[str, float], metric: str) -> str:

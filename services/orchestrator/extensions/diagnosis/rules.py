@@ -17,6 +17,9 @@ from shared.job import Job
 from shared.wire import Evidence, Finding
 from shared.wire.jobs import FindingCode, FindingLevel
 
+NEWEST = 3
+"""Steps at the end whose median has to show a finding too: one odd step does not end it."""
+
 OneLine = Annotated[str, BeforeValidator(lambda text: " ".join(text.split()))]
 
 
@@ -114,8 +117,9 @@ def below(threshold: float) -> Holds:
 
 @dataclass(frozen=True)
 class Rule:
-    """Finds that `holds` is true of the median of a metric's last `window` steps, in a run with at
-    least `min_steps` of them and for which `when` is true. `metric` may be a function that makes
+    """Finds that `holds` is true of the median of a metric's last `window` steps, and of its last
+    NEWEST ones, so that what is over is not reported, in a run with at least `min_steps` of them
+    and for which `when` is true. `metric` may be a function that makes
     the series. It is a problem if the median is `problem_from` or more. The sentences are those of
     the first of `cases` that is true, else `name`; their values are the reading `m`, its `job`,
     and `values`. `also` is further evidence: metrics, or what a function returns."""
@@ -134,7 +138,10 @@ class Rule:
     def __call__(self, run: RunSnapshot) -> Iterator[Finding]:
         series = run.of(self.metric) if isinstance(self.metric, str) else self.metric(run)
         m = Reading(run, series, series.last(self.window))
-        if len(series) < self.min_steps or not self.holds(m, m.value) or not self.when(m):
+        newest = series.last(min(self.window, NEWEST))
+        if len(series) < self.min_steps or not self.holds(m, m.value):
+            return
+        if not self.holds(m, newest.median) or not self.when(m):
             return
         evidence: list[Series | Evidence] = [series]
         for each in self.also:
