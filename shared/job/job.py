@@ -142,6 +142,9 @@ MAY_CHANGE = frozenset(
 """Keys of a job that do not change what is learned. A job may continue with other values than it
 began with."""
 
+RESUMED_WITH = MAY_CHANGE - {"name"}
+"""Keys of which `hone resume JOB --set` takes other values."""
+
 
 class Job(Section):
     """A job: what to train, and how."""

@@ -154,7 +154,8 @@ class Recovery:
         if decision.action is Action.PAUSE:
             if _is_folder_gone(error):
                 await self._journal.error(decision.why)
-            return Outcome("paused", decision.why, pause_reason=decision.pause_reason)
+            reason, resumes = decision.pause_reason, decision.resumes
+            return Outcome("paused", decision.why, pause_reason=reason, resumes=resumes)
         # Without these checks another orchestrator could soon take the trainer and the samplers.
         looking = asyncio.create_task(keep_looking(self._services))
         try:
@@ -165,7 +166,7 @@ class Recovery:
     async def _decide(self, error: Exception) -> Decision:
         if _is_folder_gone(error) and (away := await self._needs.look()):
             error = Unavailable(away)  # all run folders may be away
-        return decide(error, self._in_a_row)
+        return decide(error, self._in_a_row, self._record.id)
 
     async def _recover(self, decision: Decision) -> Outcome | None:
         """Returns None once the job can be loaded again: after a pause, and when everything that it
