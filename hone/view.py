@@ -218,6 +218,8 @@ def job_details(record: JobRecord) -> Group:
 
 def what_next(record: JobRecord) -> Text:
     """Returns commands that the user may run next with the job's results."""
+    from hone.long_calls import trained_dtype
+
     checkpoint = (record.summary or {}).get("checkpoint")
     commands: dict[str, str] = {}
     if record.status == "succeeded" and not record.steps:
@@ -225,12 +227,14 @@ def what_next(record: JobRecord) -> Text:
     elif record.status == "succeeded":
         commands[f"hone plot {record.id}"] = "its learning curve"
         commands[f"hone rollouts {record.id}"] = "what it answers, and what that earned"
-        if checkpoint and record.job.evaluates:
+        if checkpoint and record.job.evaluates and record.job.rewards:
             compared = f"{shlex.quote(record.job.model)} {record.id}"
             commands[f"hone eval {compared} --job {record.id}"] = "compares it with what it was"
         if checkpoint:
             commands[f"hone download {record.id}"] = "its checkpoint, as transformers loads it"
-            commands[f"vllm serve {shlex.quote(str(checkpoint))}"] = "serves it as OpenAI's API"
+            dtype = trained_dtype(record)
+            serve = f"vllm serve {shlex.quote(str(checkpoint))}"
+            commands[f"{serve} --dtype {dtype}" if dtype else serve] = "serves it as OpenAI's API"
     elif record.status == "paused":
         commands[f"hone resume {record.id}"] = "continues where it was"
     else:
