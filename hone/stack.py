@@ -87,6 +87,25 @@ def read(folder: Path = FOLDER) -> dict[str, str]:
     return dict(_state(folder).get("urls", {}))
 
 
+def restarting(folder: Path, url: str) -> str:
+    """Returns that the stack of `folder` starts its orchestrator at `url` again, and where its log
+    is; "" if no such stack runs."""
+    state = _state(folder)
+    if state.get("urls", {}).get("orchestrator") != url or not is_alive(state.get("pid", 0)):
+        return ""
+    log = Path(state.get("logs", folder / "logs")) / "orchestrator.log"
+    return f"the stack in {str(folder)!r} runs and starts it again: try again soon, or see {log}"
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether this user's process `pid` runs."""
+    try:
+        os.kill(pid, 0) if pid else None
+    except ProcessLookupError:
+        return False
+    return bool(pid)
+
+
 def _state(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / "stack.json").read_text())

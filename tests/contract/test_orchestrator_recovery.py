@@ -109,6 +109,20 @@ async def test_replayed_steps_train_on_what_was_sampled_the_first_time(stack: St
             )
 
 
+async def test_the_events_say_what_killed_a_trainer(stack: Stack) -> None:
+    def is_killed() -> None:
+        stack.fakes.last_failure = "rank 0 was killed by SIGKILL (signal 9)"
+        stack.fakes.restart_trainer()
+
+    stack.fakes.fault["train_step"] = once(6, is_killed)
+    record = await stack.until((await stack.submit(checkpointing(stack.job, 3))).id)
+    assert record.status == "succeeded"
+    _, killed = await warnings(stack, record.id)
+    assert killed.message == f"the trainer was started again: {stack.fakes.last_failure}"
+    said = [event.message for event in await stack.events(record.id)]
+    assert any("resumed at step 3: steps 4 to 5 are trained again" in each for each in said)
+
+
 async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: Stack) -> None:
     async def restart(body: Any) -> None:
         if body.step == 4 and stack.fakes.calls["job"] <= 4:

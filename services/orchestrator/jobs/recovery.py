@@ -65,6 +65,7 @@ class Recovery:
         self._in_a_row = 0
         self._tries = tries
         self._stuck_since: float | None = None
+        self._restarts: int | None = None
 
     async def load(self) -> TrainerState:
         """Loads the job into trainer and sampler, and makes the sampler serve the trainer's last
@@ -80,6 +81,9 @@ class Recovery:
         self._status.begin("loading the model", "its weights go to the sampler")
         await self._journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
+        if self._restarts is not None and state.restarts > self._restarts and state.last_failure:
+            await self._journal.warn(f"the trainer was started again: {state.last_failure}")
+        self._restarts = state.restarts
         self._status.begin("bringing the weights to the sampler", f"step {state.step + 1}")
         job = self._record.job
         await sync_weights(self._services, self._folder, job, state.step, self._journal)
