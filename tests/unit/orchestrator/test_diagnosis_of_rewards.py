@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
+from services.orchestrator.extensions.diagnosis.facts import percent
 from services.orchestrator.extensions.diagnosis.samples import correlation
 from shared.wire import Part, Score
 from tests.support.run_facts import batch, codes, facts, job_with, only, rollout
@@ -17,8 +18,8 @@ def test_groups_that_all_earn_nothing_are_too_hard() -> None:
     finding = only(facts({"frac_reward_zero_std": signal, "reward": [0.02] * 8}))
     assert (finding.code, finding.level) == ("no_signal_hard", "problem")
     assert finding.since_step == 2
-    assert finding.title == (
-        "95% of the groups of steps 1 to 8 teach nothing: hardly any completion earns a reward"
+    assert finding.title == (  # of eight steps' groups, (0.5 + 7 * 0.95) / 8 are 0.894
+        "89% of the groups of steps 1 to 8 teach nothing: hardly any completion earns a reward"
     )
     assert finding.evidence[0].metric == "frac_reward_zero_std"
     assert finding.evidence[0].steps == tuple(range(1, 9))
@@ -164,7 +165,7 @@ def test_completions_that_are_cut_off_are_a_finding_by_their_share() -> None:
     metrics["completions/mean_length"] = [300.0] * 10
     finding = only(facts(metrics))
     assert (finding.code, finding.level, finding.since_step) == ("truncation", "warning", 3)
-    assert finding.title.startswith("30% of the completions of steps 1 to 10 were cut off at 512")
+    assert finding.title.startswith("26% of the completions of steps 1 to 10 were cut off at 512")
     metrics["completions/clipped_ratio"] = [0.6] * 10
     assert only(facts(metrics)).level == "problem"
     metrics["completions/clipped_ratio"] = [0.15] * 10
@@ -182,3 +183,11 @@ def test_truncation_that_is_over_is_no_finding() -> None:
     assert not codes(facts(over))
     odd = {"completions/clipped_ratio": [0.8, 0.8, 0.8, 0.8, 0.0, 0.8], "reward": [0.5] * 6}
     assert codes(facts(odd)) == ["truncation"], "one odd step does not end it"
+
+
+def test_58_of_60_groups_are_not_all_of_them() -> None:
+    """Six groups in each of ten steps; the median step has no signal at all."""
+    flat = [4 / 6, *[1.0] * 9]
+    title = only(facts({"frac_reward_zero_std": flat, "reward": [0.0] * 10})).title
+    assert title.startswith("97% of the groups of steps 1 to 10 teach nothing")
+    assert (percent(0.999), percent(1.0), percent(0.99)) == ("over 99%", "100%", "99%")

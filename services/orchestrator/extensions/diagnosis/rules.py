@@ -4,6 +4,7 @@ of data, a metric and the condition that its last steps meet."""
 from __future__ import annotations
 
 import functools
+import statistics
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,8 @@ class Reading:
 
     @property
     def share(self) -> str:
-        return percent(self.value)
+        """The share in all of the last steps together: their median may be 1 where it is less."""
+        return percent(statistics.fmean(self.last.values))
 
     def now(self, metric: str) -> float:
         """Returns the median of another metric's last steps; NaN of none."""
