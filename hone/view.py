@@ -33,6 +33,7 @@ COLUMNS = {
     "group std": "group_reward_std",
     "flat groups": "frac_reward_zero_std",
     "held-out": "eval/reward",
+    "pass@1": "eval/pass@1",
     "tokens": "completions/mean_length",
     "loss": "loss",
     "grad norm": "grad_norm",

@@ -444,7 +444,9 @@ async def test_held_out_sets_with_names_are_evaluated_beside_the_first(stack: St
         assert found["eval/hard/completions/mean_length"] == 2
         assert found["eval/hard/completions/clipped_ratio"] == 0
     evals = [event for event in await stack.events(record.id) if event.type == "eval"]
-    assert evals[0].message == "step 0: held-out reward 0.000, 1.000 (hard)"
+    assert evals[0].message == (
+        "step 0: held-out reward 0.000, 1.000 (hard); pass@1 0.000, 1.000 (hard)"
+    )
 
 
 async def test_a_job_with_nothing_but_named_sets_evaluates_them(stack: Stack) -> None:

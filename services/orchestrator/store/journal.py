@@ -15,7 +15,7 @@ from shared.wire import Checkpoint, MetricsRow, TrainerState
 SUPERVISED = "supervised"
 """The metric, 1, of a step that learned the data's answers: it has a loss, and no reward."""
 
-HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?(reward|loss)")
+HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?(reward|loss|pass@1)")
 
 
 class Journal:
@@ -87,7 +87,8 @@ class Journal:
         that a crash after writing the row left out."""
         step, metrics = row.step, row.metrics
         if shown := _held_out(metrics, "reward") or _held_out(metrics, "loss"):
-            message = f"step {step}: held-out {shown}"
+            right = _held_out(metrics, "pass@1")
+            message = f"step {step}: held-out {shown}{f'; {right}' if right else ''}"
             data = {"step": step, "metrics": metrics}
             await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
         if step:
@@ -120,6 +121,7 @@ class Journal:
         """Reports a model's scores on the held-out set `held_out`, in a job of 0 steps. They count
         as progress, as a step does: the store counts attempts without progress."""
         reward = f"{metrics['reward']:.3f}" if "reward" in metrics else "none"
+        reward += f"; pass@1 {metrics['pass@1']:.3f}" if "pass@1" in metrics else ""
         message = f"{model}: held-out reward {reward}{f' ({held_out})' if held_out else ''}"
         data = {"model": model, "set": held_out, "metrics": metrics}
         await self._store.report(self._lease, "eval", message, data, tries=0)

@@ -60,3 +60,14 @@ async def test_the_line_of_a_step_without_an_update_says_so() -> None:
         "step 3/4: reward 0.000; no weight changed: loss or gradient were not finite",
         "step 4/4: reward 0.000; no weight changed: there was no example to train on",
     ]
+
+
+async def test_a_held_out_reward_has_pass_at_1_beside_it() -> None:
+    store: Any = Store()
+    found = {"eval/reward": 0.1, "eval/pass@1": 0.0, "eval/pass@4": 0.5, "eval/hard/reward": 0.25}
+    await Journal(store, lease=None).row(MetricsRow(step=0, metrics=found), 4)
+    await Journal(store, lease=None).evaluated("m/m", "", {"reward": 0.5, "pass@1": 0.25})
+    assert store.said == [
+        "step 0: held-out reward 0.100, 0.250 (hard); pass@1 0.000",
+        "m/m: held-out reward 0.500; pass@1 0.250",
+    ]
