@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 11_050,
+    "hone": 11_150,
     "shared": 14_150,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 1_920,
     "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 2_950,
-    "services/orchestrator/jobs": 2_850,
+    "services/orchestrator/jobs": 2_950,
     "services/orchestrator/samplers": 2_800,
     "services/orchestrator/store": 3_070,
     "services/reward": 15_050,

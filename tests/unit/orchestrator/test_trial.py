@@ -37,6 +37,12 @@ def test_a_reward_that_tells_answers_apart_is_shown_without_a_warning() -> None:
     ("grader", "found", "sentence"),
     [
         (
+            "function",
+            {"why": "timed out", "num_failed": 8, "failure": "not done after 5 s"},
+            "reward 'function' failed on 8 of the completions that it was tried on: not done after "
+            "5 s",
+        ),
+        (
             "math",
             {"empty": 0.0, "reference": 0.25, "num_references": 4, "full_mark": 1.0, "why": "no 4"},
             "reward 'math' gives the rows' own reference answers 0.25 of 1 (no 4): likely another "
