@@ -151,7 +151,8 @@ def _obstacles(waits_for: Mapping[str, Obstacle]) -> list[str]:
 
 
 def job_table(records: Iterable[JobSummary]) -> Table:
-    table = Table("job", "status", "step", "reward", "age", "ETA", box=None, pad_edge=False)
+    headings = ("job", "status", "step", "reward", "age", "ETA", "model", "rate")
+    table = Table(*headings, box=None, pad_edge=False)
     for record in records:
         eta = (
             duration(record.eta_s)
@@ -165,6 +166,8 @@ def job_table(records: Iterable[JobSummary]) -> Table:
             "" if record.reward is None else f"{record.reward:.3f}",
             duration(time.time() - record.created_at),
             eta,
+            escape(record.model.rstrip("/").rpartition("/")[2]),
+            "" if record.learning_rate is None else f"{record.learning_rate:g}",
         )
     return table
 

@@ -53,9 +53,10 @@ class JobSummary(Wire):
     job's latest trainer, and `shares_with` are the jobs that take turns with it there: LoRA jobs of
     one base model. `submitted_by` is the API key that submitted the job, None: HONE_TOKEN; `weight`
     is that key's. `cost` is its cost up to its last step, in `currency`; None if the price of an
-    hour is not known. `doing` says what a running job does, as of the last second: which services
-    it waits for, and which are unreachable. `waits` names what a queued or running job needs and
-    lacks: a service, its data, a folder. The job continues automatically once it is there.
+    hour is not known. `learning_rate` is the peak of a job that trains. `doing` says what a running
+    job does, as of the last second: which services it waits for, and which are unreachable. `waits`
+    names what a queued or running job needs and lacks: a service, its data, a folder. The job
+    continues automatically once it is there.
     """
 
     id: JobId
@@ -69,6 +70,7 @@ class JobSummary(Wire):
     steps: int
     eta_s: float | None = None
     reward: float | None = None
+    learning_rate: float | None = None
     cost: float | None = None
     currency: str | None = None
     cancel_requested: bool = False

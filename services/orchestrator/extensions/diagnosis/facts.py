@@ -240,6 +240,7 @@ def record_of(found: FoundRun, job: Job) -> JobRecord:
         id=found.id,
         name=job.name,
         model=job.model,
+        learning_rate=job.learning_rate if job.trains else None,
         created_at=found.created_at,
         finished_at=found.finished_at,
         step=found.step,
