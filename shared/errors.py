@@ -46,7 +46,7 @@ CODES = {
     "body_differs": "the same key came before with another body",
     "stale": "a newer attempt or epoch took over; the caller has to stop",
     "taken": "it has the job of another orchestrator; wait until that has ended, or name another",
-    "emptied": "Redis is not the one that had the jobs; `hone recover`, or bring its file back",
+    "emptied": "Redis lost the jobs, or is another one; run `hone recover`, or restore its file",
     "out_of_order": "another call has to come first; the detail says which",
     "episode_lost": "the episode cannot continue; the detail says why, and a new one can be opened",
     # StateLost
@@ -55,7 +55,7 @@ CODES = {
     "unavailable": "the service cannot answer at present",
     "unreachable": "no connection, or a proxy answered in place of the service",
     "starting": "the service is starting",
-    "draining": "the service is shutting down; the one that follows it will answer",
+    "draining": "the service is shutting down; its successor will answer",
     "hub_away": "the Hugging Face Hub cannot be reached, and its model is not in the cache here",
     "deadline": "the caller's own deadline passed; the operation may still be under way",
     "busy": "too much is waiting already",

@@ -143,7 +143,7 @@ class DrainState:
 
     def error(self) -> Unavailable:
         return Unavailable(
-            f"the {self._name} service is shutting down; ask the one that follows it",
+            f"the {self._name} service is shutting down; ask its successor",
             code="draining",
         )
 

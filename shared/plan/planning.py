@@ -278,7 +278,7 @@ def _notes(
         yield (
             f"{unknown}: the rates of this processor could not be measured: {gpu.no_rates_because}"
             if gpu.no_rates_because
-            else f"no rates are known of {gpu.name}, so {unknown}"
+            else f"{unknown}: there are no rates for {gpu.name}"
         )
     if time is not None and price is None:
         yield "no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)"

@@ -83,7 +83,10 @@ async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date
     assert epochs == [1] * 6 + [2] * 6, "back from version 5 to 3 is another life of the weights"
     assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
     (warning,) = await warnings(stack, record.id)
-    assert warning.message == "got step 6, expected 4; loading the job again (recovery 1 of 3)"
+    assert warning.message == (
+        "the trainer is at another step (got step 6, expected 4); loading the job again (recovery "
+        "1 of 3)"
+    )
     steps = [event.data["step"] for event in await stack.events(record.id) if event.type == "step"]
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
 
@@ -133,7 +136,7 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 3)
     assert paused.error == (
-        "got step 4, expected 3; "
+        "the trainer is at another step (got step 4, expected 3); "
         "make sure that it works (`hone doctor` shows how the services are), "
         f"then `hone resume {job_id}` continues from there"
     )

@@ -165,7 +165,7 @@ class Attempt:
             (row, *_) = await asyncio.to_thread(self._folder.metrics, done - 1)
             await after.repeat_events(row)
         elif state.step <= 1:
-            self.status.begin("evaluating the model as it is", "step 1")
+            self.status.begin("evaluating the untrained model", "step 1")
             await after.start()
         last = await self._last_step(done, state)
         rows = await asyncio.to_thread(self._folder.metrics)

@@ -240,7 +240,8 @@ def outcome_from_disk(folder: RunFolder) -> Outcome | None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, HoneError):
-        return error.detail
+        is_behind = error.code == "out_of_order"
+        return f"the trainer is at another step ({error.detail})" if is_behind else error.detail
     if isinstance(error, BatchExists):
         return str(error)
     if isinstance(error, OSError):

@@ -312,7 +312,7 @@ def _told(found: TriedReward) -> str:
     references = (
         f"reference answers earn {_shown(found.reference)}, "
         if found.num_references
-        else "no row has a known answer, "
+        else "no reference answers to try, "
     )
     return f"{found.reward}: {references}empty completions earn {_shown(found.empty)}"
 

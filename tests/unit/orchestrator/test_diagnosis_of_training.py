@@ -223,7 +223,7 @@ def test_too_few_held_out_problems_are_a_notice() -> None:
     run = facts({"x": [0.0] * 60})
     finding = only(evaluated(run, held_out({0: 0.3, 60: 0.4}, half=0.1)))
     assert (finding.code, finding.level) == ("evaluation_too_small", "notice")
-    assert "from 0.300 to 0.400, and chance alone makes 0.141" in finding.title
+    assert "from 0.300 to 0.400, and differences below 0.141 may be noise" in finding.title
     assert not codes(evaluated(run, held_out({0: 0.3, 60: 0.5}, half=0.1))), "a clear change"
     assert not codes(evaluated(run, held_out({0: 0.3, 60: 0.31}, half=0.01))), "none, clearly"
     assert not codes(evaluated(run, held_out({0: 0.3, 20: 0.4}, half=0.1))), "it is early"

@@ -25,7 +25,7 @@ def test_a_reward_that_tells_answers_apart_is_shown_without_a_warning() -> None:
     )
     brief = {"empty": 1.0, "reference": None}
     assert said("length", **brief) == (
-        "rewards tried on 4 rows: length: no row has a known answer, empty completions earn 1.00",
+        "rewards tried on 4 rows: length: no reference answers to try, empty completions earn 1.00",
         (),
     )
     assert said("llm_judge", why="it asks a language model, which costs")[0].endswith(
