@@ -161,7 +161,8 @@ def _dtype(client: Client, text: str) -> str | None:
     """Returns the dtype of the model's weights by the job or the config.json that is known of."""
     config = Path(text) / "config.json"
     if Path(text).is_dir():
-        found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
+        found: dict[str, Any] = json.loads(text)
         dtype = found.get("dtype") or found.get("torch_dtype")
         return dtype if dtype in ("float32", "bfloat16") else None
     name = text.partition(":")[0]
