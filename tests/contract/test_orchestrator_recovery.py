@@ -329,7 +329,7 @@ async def test_a_model_that_cannot_be_loaded_as_asked_pauses_the_job_in_its_word
     stack.fakes.fault[route] = refuse
     record = await stack.until((await stack.submit()).id, "failed", "paused", "succeeded")
     assert (record.status, record.recoveries) == ("paused", 0)
-    assert record.error is not None and record.error.startswith(f"{words}; change the job (`hone")
+    assert record.error is not None and record.error.startswith(f"{words}; correct the service")
 
 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:

@@ -61,10 +61,13 @@ def test_three_steps_without_an_update_are_no_all_clear() -> None:
     flat = {"frac_reward_zero_std": [1.0] * 3, "reward": [0.0] * 3, "num_examples": [0.0] * 3}
     few, none = sorted(diagnose(facts(flat)), key=lambda each: each.level)
     assert (none.code, none.level, none.since_step) == ("no_update", "problem", 1)
-    assert none.title == "no weight has changed in 3 steps: no group had a signal"
+    assert none.title == "no weight has changed in 3 step(s): no group had a signal"
     assert (few.code, few.title) == ("too_few_steps", "3 step(s) are too few to judge the run")
     one_update = flat | {"num_examples": [0.0, 8.0, 0.0]}
     assert codes(facts(one_update)) == ["too_few_steps"]
+    two = {name: values[:2] for name, values in flat.items()}
+    assert codes(facts(two)) == ["too_few_steps"], "two flat steps are chance"
+    assert codes(facts(two, job_with(steps=2)))[0] == "no_update", "it was the whole job"
     many = {name: values * 3 for name, values in flat.items()}
     assert codes(facts(many)) == ["no_signal_hard"], "one finding says it"
 
@@ -80,7 +83,7 @@ def test_updates_that_change_no_weight_are_a_finding(
     metrics: dict[str, list[float]], why: str
 ) -> None:
     trained = {"num_examples": [8.0] * 6} | metrics
-    assert only(facts(trained)).title == f"no weight has changed in 6 steps: {why}"
+    assert only(facts(trained)).title == f"no weight has changed in 6 step(s): {why}"
     assert "training.learning_rate" in only(facts(trained)).keys
     moved = {name: [*values[:5], 0.1] for name, values in metrics.items()}
     assert not codes(facts(trained | moved))

@@ -18,7 +18,13 @@ from services.orchestrator.extensions.diagnosis.facts import (
     percent,
 )
 from services.orchestrator.extensions.diagnosis.reward_hacking import reward_hacks
-from services.orchestrator.extensions.diagnosis.rules import Reading, Rule, at_least, finding
+from services.orchestrator.extensions.diagnosis.rules import (
+    NEWEST,
+    Reading,
+    Rule,
+    at_least,
+    finding,
+)
 from services.orchestrator.extensions.diagnosis.training import reward_fell, steps_skipped
 from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import metric_prefix
@@ -111,12 +117,18 @@ no_signal = Rule(
 
 
 def no_update(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields that no step of the run has changed a weight, unless another finding says why."""
+    """Yields that no step of the run has changed a weight, unless another finding says why. The
+    first step or two may be without signal by chance."""
     rows = [row for row in run.rows if row.step >= 1]
     reasons = Counter(row.why_unchanged for row in rows)
     canary = run.of(CANARY_CHANGE)
     same = bool(canary) and not any(canary.values)
-    if not rows or (reasons[""] and not same) or any(no_signal(run)) or any(steps_skipped(run)):
+    if (
+        len(rows) < max(min(NEWEST, run.job.steps), 1)
+        or (reasons[""] and not same)
+        or any(no_signal(run))
+        or any(steps_skipped(run))
+    ):
         return
     why, _ = reasons.most_common(1)[0]
     evidence = [run.of(each) for each in ("num_examples", "reward", "learning_rate")]
