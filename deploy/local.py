@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,9 @@ from deploy.machine import SERVICES
 from deploy.supervisor import STOP_DEADLINE_S, TRAINER_STOP_DEADLINE_S, running
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import disk
+
+OWN = Path(".hone")
+"""The folder in which commands look for a stack."""
 
 DOWN_DEADLINE_S = TRAINER_STOP_DEADLINE_S + 2 * STOP_DEADLINE_S
 """Seconds to stop the services and then Redis, with as much again to spare."""
@@ -109,7 +113,7 @@ def main() -> None:
     parser.add_argument(
         "--dir",
         type=Path,
-        default=Path(".hone"),
+        default=OWN,
         help="where logs and Redis's data go (default: .hone)",
     )
     parser.add_argument("--output", choices=("table", "json"), default="table")
@@ -120,7 +124,7 @@ def main() -> None:
         if arguments.action == "up":
             if not as_json:
                 print("  starting Redis and the four services", flush=True)
-            _show_state(up(folder, quiet=as_json), as_json)
+            _show_state(up(folder, quiet=as_json), as_json, arguments.dir)
         else:
             stopped = down(folder)
             print(
@@ -134,13 +138,22 @@ def main() -> None:
         sys.exit(f"hone: {error.detail}")
 
 
-def _show_state(state: dict[str, Any], as_json: bool) -> None:
+def _show_state(state: dict[str, Any], as_json: bool, folder: Path) -> None:
     if as_json:
         print(json.dumps(state))
         return
-    print(
-        f"up: jobs go to {state['urls']['orchestrator']}, where the page is too; logs are in "
-        f"{state['logs']}; `hone down` stops it"
+    print(said_of(state, folder))
+
+
+def said_of(state: dict[str, Any], folder: Path) -> str:
+    """Returns where the stack is, with the commands that reach and stop the one in `folder`."""
+    url = state["urls"]["orchestrator"]
+    is_own = folder == OWN
+    down = "hone down" if is_own else f"hone down --dir {shlex.quote(str(folder))}"
+    reach = "" if is_own else f"; for other commands: export HONE_ORCHESTRATOR_URL={url}"
+    return (
+        f"up: jobs go to {url}, where the page is too; logs are in {state['logs']}; `{down}` stops "
+        f"it{reach}"
     )
 
 

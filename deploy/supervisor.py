@@ -32,7 +32,7 @@ from deploy import machine
 from deploy.machine import SERVICES, STACK_LINK, Slot
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import disk
-from shared.host.processes import check_port, ending_with_parent
+from shared.host.processes import check_port, ending_with_parent, how_it_ended
 from shared.http.urls import url_at
 from shared.settings import PREFIX, Settings, load_settings
 
@@ -405,7 +405,7 @@ class Supervisor:
             for child in self._children:
                 if (code := child.exit_code()) is not None:
                     raise Failed(
-                        f"{child.name} ended with exit code {code} at start: {child.why()} (log: "
+                        f"{child.name} {how_it_ended(code)} at start: {child.why()} (log: "
                         f"{child.log})"
                     )
             if waited_s > START_DEADLINE_S:
@@ -433,6 +433,7 @@ class Supervisor:
                         "restarted",
                         service=child.name,
                         exit_code=code,
+                        reason=how_it_ended(code),
                         time=time.time(),
                     )
 

@@ -165,6 +165,12 @@ class Paused(HoneError):
     """The evaluation is paused, and waits for an operator."""
 
 
+def trained_dtype(record: JobRecord) -> str | None:
+    """Returns the dtype in which the job's checkpoints are; None if it is not known yet."""
+    asked = record.job.training.dtype
+    return (record.summary or {}).get("dtype") or (None if asked == "auto" else asked)
+
+
 def evaluation_of(job: Job, models: Sequence[EvaluatedModel | Mapping[str, Any]]) -> Job:
     """Returns the job of 0 steps that evaluates at least one model on the held-out problems of
     `job`, by its rewards and its `[evaluation]`. Raises BadRequest."""

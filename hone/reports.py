@@ -204,6 +204,7 @@ def evaluation_report(found: EvaluationReport) -> Group:
 def _title(held_out: SetReport, found: EvaluationReport) -> Text:
     name = f"{held_out.name}: " if held_out.name else ""
     how = f"temperature {found.temperature:g}, seed {found.seed}"
+    how += f", {found.dtype}" if found.dtype else ""
     return Text(
         f"{name}{held_out.num_problems} problems of {held_out.source}, {held_out.num_samples} "
         f"completion(s) each, {how}\n"

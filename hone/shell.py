@@ -152,10 +152,9 @@ def connect(folder: Path = stack.FOLDER) -> Generator[Client]:
         try:
             client.ping()
         except Unavailable as error:
-            raise Unavailable(
-                f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL "
-                "names another"
-            ) from error
+            starts = "`hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL names another"
+            remedy = stack.restarting(folder, url) or starts
+            raise Unavailable(f"{error.detail}; {remedy}") from error
         yield client
 
 

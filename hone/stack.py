@@ -1,5 +1,5 @@
-"""Where the services are: at the environment's URLs, else where `hone up` started them in this
-folder, else at the default ports."""
+"""Where the services are: at the environment's URLs, else at its ports, else where `hone up`
+started them in this folder, else at the default ports."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shared.settings import Settings
 
 FOLDER = Path(".hone")
+STATE = "stack.json"
 STDERR = 2
 
 
@@ -71,12 +72,17 @@ def control(
 
 
 def with_stack_urls(settings: Settings, folder: Path = FOLDER) -> Settings:
-    """Returns the settings. Services whose URL is not in the environment get the URL of the stack
-    that was started in `folder`."""
+    """Returns the settings. Services whose URL is not in the environment get the URL at the port
+    that it names, else of the stack that was started in `folder`."""
+    from shared.http.urls import url_at
+
     state = _state(folder)
     urls = {f"{service}_url": url for service, url in read(folder).items()}
     urls = {name: url for name, url in urls.items() if name in type(settings).model_fields}
     urls |= state.get("settings", {})
+    for service in ENGINES:
+        if f"{service}_port" in settings.model_fields_set:
+            urls[f"{service}_url"] = url_at(settings.host, getattr(settings, f"{service}_port"))
     return settings.model_copy(
         update={name: url for name, url in urls.items() if name not in settings.model_fields_set}
     )
@@ -87,11 +93,33 @@ def read(folder: Path = FOLDER) -> dict[str, str]:
     return dict(_state(folder).get("urls", {}))
 
 
-def _state(folder: Path) -> dict[str, Any]:
+def restarting(folder: Path, url: str) -> str:
+    """Returns that the stack of `folder` starts its orchestrator at `url` again, and where its log
+    is; "" if no such stack runs."""
+    state = _state(folder)
+    if state.get("urls", {}).get("orchestrator") != url or not is_alive(state.get("pid", 0)):
+        return ""
+    log = Path(state.get("logs", folder / "logs")) / "orchestrator.log"
+    return f"the stack in {str(folder)!r} runs and starts it again: try again soon, or see {log}"
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether this user's process `pid` runs."""
     try:
-        return json.loads((folder / "stack.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
+        os.kill(pid, 0) if pid else None
+    except ProcessLookupError:
+        return False
+    return bool(pid)
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """Returns what is known of the stack in `folder`, or of one that this folder itself holds."""
+    for file in (folder / STATE, *((Path(STATE),) if folder == FOLDER else ())):
+        try:
+            return json.loads(file.read_text())
+        except (OSError, json.JSONDecodeError):
+            continue
+    return {}
 
 
 # --- installed packages --------------------------------------------------------------------------

@@ -33,6 +33,7 @@ COLUMNS = {
     "group std": "group_reward_std",
     "flat groups": "frac_reward_zero_std",
     "held-out": "eval/reward",
+    "pass@1": "eval/pass@1",
     "tokens": "completions/mean_length",
     "loss": "loss",
     "grad norm": "grad_norm",
@@ -104,6 +105,14 @@ def shared_tokens(metrics: dict[str, float]) -> str:
     return f"  {share:.0%} of tokens shared" if share >= SHOWN_SHARE else ""
 
 
+def unchanged(metrics: dict[str, float]) -> str:
+    """Returns why the step changed no weight; "" if it changed some."""
+    from shared.wire import MetricsRow
+
+    why = MetricsRow(step=1, metrics=metrics).why_unchanged
+    return f"  no weight changed: {why}" if why else ""
+
+
 def time_split(metrics: dict[str, float]) -> str:
     """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync
     0.1 s`."""
@@ -142,7 +151,8 @@ def _obstacles(waits_for: Mapping[str, Obstacle]) -> list[str]:
 
 
 def job_table(records: Iterable[JobSummary]) -> Table:
-    table = Table("job", "status", "step", "reward", "age", "ETA", box=None, pad_edge=False)
+    headings = ("job", "status", "step", "reward", "age", "ETA", "model", "rate")
+    table = Table(*headings, box=None, pad_edge=False)
     for record in records:
         eta = (
             duration(record.eta_s)
@@ -156,6 +166,8 @@ def job_table(records: Iterable[JobSummary]) -> Table:
             "" if record.reward is None else f"{record.reward:.3f}",
             duration(time.time() - record.created_at),
             eta,
+            escape(record.model.rstrip("/").rpartition("/")[2]),
+            "" if record.learning_rate is None else f"{record.learning_rate:g}",
         )
     return table
 
@@ -210,6 +222,8 @@ def job_details(record: JobRecord) -> Group:
 
 def what_next(record: JobRecord) -> Text:
     """Returns commands that the user may run next with the job's results."""
+    from hone.long_calls import trained_dtype
+
     checkpoint = (record.summary or {}).get("checkpoint")
     commands: dict[str, str] = {}
     if record.status == "succeeded" and not record.steps:
@@ -217,12 +231,14 @@ def what_next(record: JobRecord) -> Text:
     elif record.status == "succeeded":
         commands[f"hone plot {record.id}"] = "its learning curve"
         commands[f"hone rollouts {record.id}"] = "what it answers, and what that earned"
-        if checkpoint and record.job.evaluates:
+        if checkpoint and record.job.evaluates and record.job.rewards:
             compared = f"{shlex.quote(record.job.model)} {record.id}"
             commands[f"hone eval {compared} --job {record.id}"] = "compares it with what it was"
         if checkpoint:
             commands[f"hone download {record.id}"] = "its checkpoint, as transformers loads it"
-            commands[f"vllm serve {shlex.quote(str(checkpoint))}"] = "serves it as OpenAI's API"
+            dtype = trained_dtype(record)
+            serve = f"vllm serve {shlex.quote(str(checkpoint))}"
+            commands[f"{serve} --dtype {dtype}" if dtype else serve] = "serves it as OpenAI's API"
     elif record.status == "paused":
         commands[f"hone resume {record.id}"] = "continues where it was"
     else:
@@ -364,7 +380,7 @@ class Follower:
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
         step = f"step {event.data['step']}/{event.data['steps']}"
-        played = conversations(metrics) + shared_tokens(metrics)
+        played = conversations(metrics) + shared_tokens(metrics) + unchanged(metrics)
         return f"{step}  {name} {shown}{curve}{played}  {time_split(metrics)}{left}"
 
 

@@ -46,7 +46,7 @@ CODES = {
     "body_differs": "the same key came before with another body",
     "stale": "a newer attempt or epoch took over; the caller has to stop",
     "taken": "it has the job of another orchestrator; wait until that has ended, or name another",
-    "emptied": "Redis lacks the jobs that it had; `hone recover`, or bring its file back",
+    "emptied": "Redis lost the jobs, or is another one; run `hone recover`, or restore its file",
     "out_of_order": "another call has to come first; the detail says which",
     "episode_lost": "the episode cannot continue; the detail says why, and a new one can be opened",
     # StateLost

@@ -26,6 +26,11 @@ MAX_SHOWN_CHARS = 80
 UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB"}
 """The unit of a number, by the last part of its key."""
 
+JOB_NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+"""Ids and names of jobs end up in paths and URLs, so they are made of these characters only."""
+
+JOB_NAME_RULE = "expected 1 to 63 of a-z, 0-9, _ and -, beginning with a letter or a digit"
+
 NO_NUMBER = ("float_parsing", "float_type", "int_parsing", "int_type")
 """pydantic's error types for a value that is no number."""
 
@@ -90,7 +95,8 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         name = str(path[-1])[:MAX_SHOWN_CHARS]
         here = nearest(name, list(owner.model_fields)) if owner else ""
         at = fault["loc"][:-1]
-        hint = _elsewhere(name, model, at) or called_here(name, model, at) or here
+        hint = _others(name, model, at) or _elsewhere(name, model, at)
+        hint = hint or called_here(name, model, at) or here
         detail = f"unknown key {key!r}" + (f"; {hint}" if hint else "")
     elif fault["type"] == "union_tag_not_found":
         detail = f"{key!r} is missing; it says which kind this is"
@@ -103,6 +109,12 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         "pointer": "/" + "/".join(str(part)[:MAX_SHOWN_CHARS] for part in path),
         "detail": start + detail,
     }
+
+
+def _others(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> str | None:
+    """Returns how a configuration with a section `name` of another trainer becomes a job."""
+    owner = None if at else getattr(model, "name_owners", {}).get(name)
+    return f"that is a section of {owner}: `hone import FILE` makes a job of it" if owner else None
 
 
 def _elsewhere(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> str | None:
@@ -180,6 +192,8 @@ def _expected(fault: dict[str, Any]) -> str | None:
             return "expected a list"
         case "model_type" | "dict_type":
             return "expected a table (in JSON, an object)"
+        case "string_pattern_mismatch" if fault["ctx"]["pattern"] == JOB_NAME:
+            return JOB_NAME_RULE
         case "too_short":
             return f"expected at least {fault['ctx']['min_length']} in the list"
         case "too_long":

@@ -38,12 +38,22 @@ from shared.http.client import Client
 from shared.http.connecting import proxy_headers
 from shared.http.urls import REGISTERED
 from shared.settings import Settings, load_settings
-from shared.wire import CheckedWeights, FindingList, NoBody, RegisteredSampler, SamplerList
+from shared.wire import (
+    CheckedWeights,
+    FindingList,
+    NoBody,
+    RegisteredSampler,
+    SamplerList,
+    ServiceList,
+)
 
 if TYPE_CHECKING:
     from shared.wire import Evidence, ExperimentReport, Finding, FindingList
 
 MIN_FREE_GIB = 2.0
+
+ANSWER_S = 20.0
+"""Seconds for the orchestrator to ask its services."""
 
 JOB_FILE = "job.json"
 """The file by which a folder is a run folder."""
@@ -280,6 +290,7 @@ async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Ch
     registered = await _registered(settings)
     samplers = _samplers(settings, registered)
     services = await _services(settings, samplers)
+    services = [*services[:1], *(await _known_there(settings) or services[1:])]
     checks = [*services, *map(_lease, registered)]
     if any(check.name == "orchestrator" and check.state == "note" for check in services):
         checks.append(_runs_folder(settings.runs_dir))  # a running orchestrator checks its own
@@ -301,6 +312,28 @@ async def _services(settings: Settings, samplers: dict[str, str]) -> list[Check]
         return list(
             await asyncio.gather(*(_service(client, name, url) for name, url in urls.items()))
         )
+
+
+async def _known_there(settings: Settings) -> list[Check]:
+    """Returns what the orchestrator says of its services, if only its own address is known here:
+    at the default addresses of others another stack's services may answer, or none."""
+    given = settings.model_fields_set
+    if given & {f"{name}_url" for name in ("trainer", "rollout", "reward")}:
+        return []
+    token, url = settings.bearer(), settings.orchestrator_url
+    try:
+        async with Client("orchestrator", url, token=token, patience_s=0.0) as client:
+            found = await client.get("/v1/services", ServiceList, deadline_s=ANSWER_S)
+    except HoneError:  # the check of the orchestrator says so
+        return []
+    return [
+        Check(
+            one.service,
+            "ok" if one.error is None else "fault",
+            f"{one.url} {one.error or 'answers'}, as the orchestrator says",
+        )
+        for one in found.services
+    ]
 
 
 def _runs_folder(path: Path) -> Check:
@@ -383,9 +416,9 @@ async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
         response = await client.get(f"{url}/readyz", headers=proxy_headers(url))
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
-        return Check(
-            name, "note", f"not running at {url} ({type(error).__name__}); `hone up` starts it"
-        )
+        remedy = stack.restarting(stack.FOLDER, url) if name == "orchestrator" else ""
+        remedy = remedy or "`hone up` starts it"
+        return Check(name, "note", f"not running at {url} ({type(error).__name__}); {remedy}")
     dependencies: dict[str, dict[str, Any]] = body.get("dependencies") or {}
     told = [f"{dependency}: {said.get('detail')}" for dependency, said in dependencies.items()]
     detail = f"{url} " + ("; ".join(told) or "ready")
@@ -408,7 +441,8 @@ def findings_text(listed: FindingList) -> Text:
     """Returns the findings, the worst first, each with its cause, remedy and evidence."""
     at = f"{listed.job_id}: {listed.status}, step {listed.step}"
     if not listed.findings:
-        return Text(f"{at}: nothing is wrong")
+        is_new = not listed.step and listed.status != "succeeded"
+        return Text(f"{at}: nothing is wrong{' so far; no step is done yet' if is_new else ''}")
     head = "well, and worth knowing:" if listed.well else "not well:"
     blocks = [Text(f"{at}: {head}"), *map(_finding, listed.findings)]
     return Text("\n\n").join(blocks)

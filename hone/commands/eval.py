@@ -88,6 +88,8 @@ def eval(
     with connect() as client:
         job = _job(client, file, data, grader, changes)
         found = [_model(client, model) for model in models]
+        if not any(change.startswith("training.dtype") for change in changes):
+            job = _in_trained_dtype(client, job, models)
         record = submit_or_withdraw(client, long_calls.evaluation_of(job, found), None, None)
         for line in (*(f"warning: {each}" for each in record.warnings), f"job {record.id}"):
             say(line)
@@ -139,6 +141,35 @@ def _model(client: Client, text: str) -> EvaluatedModel:
         return EvaluatedModel(name=text, model=checkpoint)
     model, _, revision = text.partition("@")
     return EvaluatedModel(name=text, model=model, revision=revision or None)
+
+
+def _in_trained_dtype(client: Client, job: Job, models: list[str]) -> Job:
+    """Returns the job in the dtype in which the models were trained, as far as that is known. If
+    they differ it is float32, which has the numbers of all."""
+    dtypes = {text: dtype for text in models if (dtype := _dtype(client, text))}
+    if not dtypes:
+        return job
+    dtype, *others = {*dtypes.values()}
+    dtype = "float32" if others else dtype
+    listed = ", ".join(f"{text!r} was trained in {each}" for text, each in dtypes.items())
+    say(f"evaluates in {dtype}: {listed}; `--set training.dtype=...` takes another one")
+    training = job.training.model_copy(update={"dtype": dtype})
+    return job.model_copy(update={"training": training})
+
+
+def _dtype(client: Client, text: str) -> str | None:
+    """Returns the dtype of the model's weights by the job or the config.json that is known of."""
+    config = Path(text) / "config.json"
+    if Path(text).is_dir():
+        text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
+        found: dict[str, Any] = json.loads(text)
+        dtype = found.get("dtype") or found.get("torch_dtype")
+        return dtype if dtype in ("float32", "bfloat16") else None
+    name = text.partition(":")[0]
+    try:
+        return long_calls.trained_dtype(client.get(name)) if re.fullmatch(JOB_ID, name) else None
+    except NotFound:
+        return None
 
 
 def _checkpoint(client: Client, text: str) -> str | None:

@@ -64,10 +64,16 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     url = settings.orchestrator_url if first == REGISTERED else first
     with _client(settings, url) as http:
         served = [each["id"] for each in _called(http, url, "GET", "/v1/models")["data"]]
+        if model not in (None, *served) and POLICY in served and first != REGISTERED:
+            state = _called(http, url, "GET", "/weights")
+            model = POLICY if state.get("job_id") == model else model  # its own weights, no adapter
         name = model or (POLICY if POLICY in served else next(iter(served), POLICY))
         if name not in served:
             names = ", ".join(map(repr, served)) or "none: no job has loaded one yet"
-            raise NotFound(f"{url} does not serve {name!r}; its models are {names}")
+            raise NotFound(
+                f"{url} does not serve {name!r}; its models are {names}, where {POLICY!r} is the "
+                "weights that serve now"
+            )
         route = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
         return _called(http, url, "POST", route, asked | {"model": name})
 

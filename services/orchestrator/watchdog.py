@@ -30,9 +30,11 @@ NUM_TICKS = 20
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
-SAY_S = 1.0
-"""Seconds for logging. A blocked log (a pipe that no one reads, a full disk) may be the reason for
-the standstill."""
+SAY_S = 5.0
+"""Seconds for logging, which takes long on an overloaded machine. A blocked log (a pipe that no one
+reads, a full disk) may be the reason for the standstill."""
+
+STDERR = 2
 
 WATCHING, LOGGING = "watchdog", "watchdog-log"
 """Names of threads."""
@@ -69,7 +71,7 @@ def _watch(loop: asyncio.AbstractEventLoop, tick_s: float, end: Callable[[int], 
             if num_ticks == NUM_TICKS // 2:
                 _say("the event loop stands still", num_ticks * tick_s)
             if num_ticks == NUM_TICKS:
-                _say("the event loop stands still; the process ends", num_ticks * tick_s)
+                _say(f"the event loop stands still; exit code {EXIT_CODE}", num_ticks * tick_s)
                 end(EXIT_CODE)
                 return
         time.sleep(tick_s)
@@ -83,6 +85,7 @@ def _say(message: str, seconds: float) -> None:
 
 
 def _log(message: str, seconds: float) -> None:
+    os.write(STDERR, f"{message} (for {seconds:.1f} s)\n".encode())  # needs no lock and no stacks
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {
         name: "".join(traceback.format_stack(frame))

@@ -337,8 +337,8 @@ def _check_prompt(
     total = len(ids) + max_tokens
     if total > engine.max_model_len:
         raise Overlong(
-            f"a prompt of {len(ids)} tokens with {what} {max_tokens} makes {total}; the model "
-            f"holds {engine.max_model_len}"
+            f"a prompt of {len(ids)} tokens with {what} {max_tokens} makes {total}; expected at "
+            f"most {engine.max_model_len} (the job's max_model_len, or the model's own limit)"
         )
 
 

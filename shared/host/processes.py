@@ -53,6 +53,17 @@ def die_with(pid: int) -> None:
     threading.Thread(target=watch, name=f"die-with-{pid}", daemon=True).start()
 
 
+def how_it_ended(exit_code: int) -> str:
+    """Returns how a process ended, by what `Popen` says: "ended with exit code 2", or "was killed
+    by SIGKILL (signal 9), probably because memory ran out"."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    name = names.get(-exit_code, "a signal")
+    why = ", probably because memory ran out" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name} (signal {-exit_code}){why}"
+
+
 def _asker(parent: int) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)
 

@@ -111,7 +111,7 @@ def media_type(request: Request, data: bytes) -> str:
     another type than JSON and msgpack."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise BadRequest(f"Content-Encoding is {encoding!r}; expected a body without encoding")
+        raise BadRequest(f"Content-Encoding is {encoding!r}; expected an uncompressed body")
     given = request.headers.get("content-type", "").partition(";")[0].strip()
     is_empty = not data and not given
     if given in (codec.JSON, codec.MSGPACK) or is_empty:

@@ -118,5 +118,5 @@ def check_service_url(url: str) -> str:
     if "@" in parts.netloc:
         raise ValueError(f"the URL of {parts.hostname!r} holds a user or a password; {example}")
     if parts.path.strip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} has more after host and port; {example}")
+        raise ValueError(f"{url!r} continues after host and port; {example}")
     return url

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from shared.errors import BadRequest
 from shared.explain import elide, sentences
-from shared.job import MAY_CHANGE, Job
+from shared.job import RESUMED_WITH, Job
 
 MAX_FILE_MIB = 64
 """Largest job file or reward file. A job may hold its problems."""
@@ -129,14 +129,13 @@ def _as_override(fault: dict[str, str], where: str, overrides: Sequence[str]) ->
 def changed(job: Job, overrides: Sequence[str]) -> Job:
     """Returns the job with `overrides` ("a.b=c") applied, to resume it. Raises BadRequest for a key
     that changes what is learned: that would be another job."""
-    free = MAY_CHANGE - {"name"}
     document = job.model_dump(mode="json")
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
-        if section in Job.model_fields and section not in free:
+        if section in Job.model_fields and section not in RESUMED_WITH:
             raise BadRequest(
                 f"{override!r} changes what is learned: that is another job, to be submitted; a "
-                f"paused job continues with other {', '.join(sorted(free))}"
+                f"paused job continues with other {', '.join(sorted(RESUMED_WITH))}"
             )
         if dot and document.get(section) is None:
             document[section] = {}

@@ -125,6 +125,14 @@ NOTES = {
 """Notes on some of these names."""
 
 
+OTHER_TRAINERS = {
+    **dict.fromkeys(("actor_rollout_ref", "algorithm", "critic", "custom_reward_function"), "verl"),
+    **dict.fromkeys(("actor", "ds"), "OpenRLHF"),
+    **dict.fromkeys(("orchestrator", "trainer", "inference"), "prime-rl or verl"),
+}
+"""Sections that other trainers' configurations have and a job has not, and whose they are."""
+
+
 MAY_CHANGE = frozenset(
     {
         "name",
@@ -144,12 +152,16 @@ MAY_CHANGE = frozenset(
 """Keys of a job that do not change what is learned. A job may continue with other values than it
 began with."""
 
+RESUMED_WITH = MAY_CHANGE - {"name"}
+"""Keys of which `hone resume JOB --set` takes other values."""
+
 
 class Job(Section):
     """A job: what to train, and how."""
 
     other_names: ClassVar[dict[str, str]] = OTHER_NAMES
     name_notes: ClassVar[dict[str, str]] = NOTES
+    name_owners: ClassVar[dict[str, str]] = OTHER_TRAINERS
 
     name: str = Field(pattern=JOB_ID, max_length=MAX_NAME)
     """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.

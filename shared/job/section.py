@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from shared.documented import Documented
+from shared.explain import JOB_NAME
 
 ENDLESS = 10**9
 """`steps` of a job that its program ends."""
 
-JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
-"""Ids and names end up in paths and URLs, so they are made of these characters only."""
-
+JOB_ID = JOB_NAME
+"""The pattern of jobs' ids and names."""
 
 MAX_NAME = 40
 """Most characters of a job's name."""

@@ -25,6 +25,7 @@ from shared.plan.memory import GIB
 from shared.plan.model import Model, UnknownModelSize
 from shared.plan.placement import PlanInput, enough_gpus, placements, remedies
 from shared.settings import Settings
+from shared.weights.model_folder import limit_of
 from shared.wire.records import Cost, Placement, Plan, PromptLengths
 
 OWN = Path(__file__).with_name("prices.toml")
@@ -190,21 +191,22 @@ def make_plan(
 def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) -> PlanInput:
     """Returns the input of placements. Raises BadRequest if completions leave no room for a
     prompt, or for the longest one."""
-    holds, completion = job.max_model_len or model.max_len, job.sampling.max_tokens
+    completion = job.sampling.max_tokens
+    holds, what = limit_of(job.max_model_len, model.max_len) or (model.max_len, "the model")
     if job.trains_without_sampling:  # given answers have no limit of their own: half is for prompts
         completion = min(completion, max(holds // 2, 1))
         sampling = job.sampling.model_copy(update={"max_tokens": completion})
         job = job.model_copy(update={"sampling": sampling})
     if completion >= holds:
         raise BadRequest(
-            f"sampling.max_tokens is {completion}, and the model holds {holds} tokens of prompt "
+            f"sampling.max_tokens is {completion}, and {what} holds {holds} tokens of prompt "
             f"and completion together; expected at most {holds - 1}, and room for the prompts"
         )
     room, longest = holds - completion, known.longest_prompt
     if longest is not None and longest > room and job.sampling.overlong_prompts == "error":
         raise BadRequest(
-            f"prompts of {longest} tokens leave no room for sampling.max_tokens {completion}: the "
-            f"model holds {holds} tokens of both together; lower sampling.max_tokens, or set "
+            f"prompts of {longest} tokens leave no room for sampling.max_tokens {completion}: "
+            f"{what} holds {holds} tokens of both together; lower sampling.max_tokens, or set "
             'sampling.overlong_prompts to "drop" or "truncate"'
         )
     prompt = min(PROMPT_TOKENS if longest is None else longest, room)
@@ -276,7 +278,7 @@ def _notes(
         yield (
             f"{unknown}: the rates of this processor could not be measured: {gpu.no_rates_because}"
             if gpu.no_rates_because
-            else f"no rates are known of {gpu.name}, so {unknown}"
+            else f"{unknown}: there are no rates for {gpu.name}"
         )
     if time is not None and price is None:
         yield "no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)"

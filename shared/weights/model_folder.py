@@ -79,6 +79,14 @@ def read_config(folder: Path) -> Config:
     return cast(Config, config)
 
 
+def limit_of(max_model_len: int | None, window: int | None) -> tuple[int, str] | None:
+    """Returns the most tokens of prompt and completion together, and what holds no more: the job's
+    `max_model_len` or the model; None if neither is known."""
+    if max_model_len is not None and (window is None or max_model_len < window):
+        return max_model_len, "the job's max_model_len"
+    return None if window is None else (window, "the model")
+
+
 def window_of(config: Config) -> int | None:
     """Returns the context length in tokens that the configuration states; None if it states none,
     or may be extended."""

@@ -54,9 +54,10 @@ class JobSummary(Wire):
     job's latest trainer, and `shares_with` are the jobs that take turns with it there: LoRA jobs of
     one base model. `submitted_by` is the API key that submitted the job, None: HONE_TOKEN; `weight`
     is that key's. `cost` is its cost up to its last step, in `currency`; None if the price of an
-    hour is not known. `doing` says what a running job does, as of the last second: which services
-    it waits for, and which are unreachable. `waits` names what a queued or running job needs and
-    lacks: a service, its data, a folder. The job continues automatically once it is there.
+    hour is not known. `learning_rate` is the peak of a job that trains. `doing` says what a running
+    job does, as of the last second: which services it waits for, and which are unreachable. `waits`
+    names what a queued or running job needs and lacks: a service, its data, a folder. The job
+    continues automatically once it is there.
     """
 
     id: JobId
@@ -70,6 +71,7 @@ class JobSummary(Wire):
     steps: int
     eta_s: float | None = None
     reward: float | None = None
+    learning_rate: float | None = None
     cost: float | None = None
     currency: str | None = None
     cancel_requested: bool = False
@@ -185,6 +187,16 @@ class MetricsRow(Wire):
     step: int
     metrics: dict[str, float]
 
+    @property
+    def why_unchanged(self) -> str:
+        """Why the step changed no weight; "" if it changed some, or if the row does not say."""
+        if self.metrics.get("skipped_steps"):
+            return "loss or gradient were not finite"
+        if self.metrics.get("num_examples") == 0:
+            has_none = self.metrics.get("frac_reward_zero_std", 0) >= 1
+            return "no group had a signal" if has_none else "there was no example to train on"
+        return "the learning rate was 0" if self.metrics.get("learning_rate") == 0 else ""
+
     @classmethod
     def stored(cls, file: Path) -> list[MetricsRow]:
         """Returns the rows of a run folder's metrics.jsonl, by step. Ignores lines that a crash cut
@@ -290,6 +302,7 @@ FindingCode = Literal[
     "updates_too_large",
     "updates_too_small",
     "steps_skipped",
+    "no_update",
     "mismatch",
     "off_policy",
     "slow_stage",
@@ -300,6 +313,8 @@ FindingCode = Literal[
     "data_exhausted",
     "evaluation_too_small",
     "evaluation_ignored",
+    "too_few_steps",
+    "own_reward",
     "missing_rewards",
     "errored_rollouts",
     "environment_failures",

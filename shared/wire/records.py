@@ -406,9 +406,11 @@ class SetReport(Wire):
 
 
 class EvaluationReport(Wire):
-    """The result of the job `id`, which evaluated models: the `evaluation` in its summary."""
+    """The result of the job `id`, which evaluated models: the `evaluation` in its summary. `dtype`
+    is what the samplers computed in; "": it is not known."""
 
     id: JobId
     temperature: float
     seed: int
+    dtype: str = ""
     sets: tuple[SetReport, ...]

@@ -196,7 +196,8 @@ class TriedReward(Wire):
     """A reward's mean value for empty completions, and for the reference answers of the
     `num_references` rows that have one. None: no value. `full_mark` is the value of a right
     completion, if known. `why` is the grader's detail for the first reference below the full mark
-    or for an empty completion, or says why nothing was tried."""
+    or for an empty completion, or says why nothing was tried. `num_failed` of the completions that
+    it was tried on failed, as by a time-out; `failure` is the first one's reason."""
 
     reward: str
     empty: float | None = None
@@ -204,6 +205,8 @@ class TriedReward(Wire):
     num_references: int = 0
     full_mark: float | None = None
     why: str = ""
+    num_failed: int = 0
+    failure: str = ""
 
 
 class Tried(Wire):

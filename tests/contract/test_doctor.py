@@ -11,6 +11,7 @@ from hone.commands.doctor import Check, examine_stack
 from shared.settings import Settings
 from tests.support.rollout_bench import RolloutBench
 from tests.support.running import serve
+from tests.support.served_stack import served_stack
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -47,3 +48,16 @@ async def sampler_at(url: str) -> Check:
     )
     checks = await examine_stack(settings)
     return next(check for check in checks if check.name == "rollout")
+
+
+async def test_services_are_as_the_orchestrator_says_where_only_it_is_named(
+    tmp_path: Path,
+) -> None:
+    """Its services listen at ports of their own, and nothing is at the default ones."""
+    with served_stack(tmp_path) as stack:
+        checks = await examine_stack(Settings(orchestrator_url=stack.url))
+    found = {check.name: check for check in checks}
+    assert found["orchestrator"].state == "ok"
+    for service in ("trainer", "rollout", "reward"):
+        assert found[service].state == "ok", found[service]
+        assert found[service].detail.endswith(" answers, as the orchestrator says")

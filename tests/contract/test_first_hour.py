@@ -88,7 +88,8 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
         f"hone eval {here}/model {record['id']} --job",
     ):
         assert command in shown, shown
-    assert f"vllm serve {record['summary']['checkpoint']}" in shown
+    dtype = record["summary"]["dtype"]
+    assert f"vllm serve {record['summary']['checkpoint']} --dtype {dtype}" in shown
     assert record["id"] in curve and "step 2" in curve and "●" in curve
 
 

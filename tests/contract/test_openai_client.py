@@ -330,6 +330,10 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
     assert [chunk.choices[0].delta.content async for chunk in stream] == ["sums-1 says hello"]
     with pytest.raises(openai.NotFoundError, match="'sums-2' is not served now"):
         await client.chat.completions.create(model="sums-2", messages=hello)
+    stack.fakes.serving = stack.fakes.serving.model_copy(update={"job_id": "sums-2"})
+    answer = await client.chat.completions.create(model="sums-2", messages=hello)
+    assert answer.choices[0].message.content == "policy says hello", "the job trains all weights"
+    assert [model.id async for model in client.models.list()][-1] == "sums-2"
 
 
 async def test_while_a_sampler_starts_the_call_is_told_so_and_since_when(

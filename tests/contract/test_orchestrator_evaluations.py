@@ -176,7 +176,7 @@ async def test_a_job_of_0_steps_evaluates_its_own_model(stack: Stack) -> None:
     assert (done.step, done.steps, report_of(done).id) == (0, 0, record.id)
     events = await stack.events(record.id)
     assert [event.message for event in events if event.type == "eval"] == [
-        "owner/model: held-out reward 1.000"
+        "owner/model: held-out reward 1.000; pass@1 1.000"
     ]
     assert [event.message for event in events if event.type == "status"] == [
         "queued",

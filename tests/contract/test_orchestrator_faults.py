@@ -301,7 +301,8 @@ async def test_a_sampler_that_never_has_the_versions_asked_for_pauses_the_job(st
     assert paused.status == "paused" and paused.error is not None
     assert paused.error.startswith(
         "step 5: the sampler was asked for versions 4 to 4 and sampled with [2], 3 times; "
-        "make sure that nothing else loads weights into it, and start it again; fix the cause"
+        "make sure that nothing else loads weights into it, and start it again; a mistake "
+        "in the job itself"
     )
 
 

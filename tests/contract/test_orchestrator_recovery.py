@@ -83,7 +83,10 @@ async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date
     assert epochs == [1] * 6 + [2] * 6, "back from version 5 to 3 is another life of the weights"
     assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
     (warning,) = await warnings(stack, record.id)
-    assert warning.message == "got step 6, expected 4; loading the job again (recovery 1 of 3)"
+    assert warning.message == (
+        "the trainer is at another step (got step 6, expected 4); loading the job again (recovery "
+        "1 of 3)"
+    )
     steps = [event.data["step"] for event in await stack.events(record.id) if event.type == "step"]
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
 
@@ -109,6 +112,20 @@ async def test_replayed_steps_train_on_what_was_sampled_the_first_time(stack: St
             )
 
 
+async def test_the_events_say_what_killed_a_trainer(stack: Stack) -> None:
+    def is_killed() -> None:
+        stack.fakes.last_failure = "rank 0 was killed by SIGKILL (signal 9)"
+        stack.fakes.restart_trainer()
+
+    stack.fakes.fault["train_step"] = once(6, is_killed)
+    record = await stack.until((await stack.submit(checkpointing(stack.job, 3))).id)
+    assert record.status == "succeeded"
+    _, killed = await warnings(stack, record.id)
+    assert killed.message == f"the trainer was started again: {stack.fakes.last_failure}"
+    said = [event.message for event in await stack.events(record.id)]
+    assert any("resumed at step 3: steps 4 to 5 are trained again" in each for each in said)
+
+
 async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: Stack) -> None:
     async def restart(body: Any) -> None:
         if body.step == 4 and stack.fakes.calls["job"] <= 4:
@@ -119,7 +136,7 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 3)
     assert paused.error == (
-        "got step 4, expected 3; "
+        "the trainer is at another step (got step 4, expected 3); "
         "make sure that it works (`hone doctor` shows how the services are), "
         f"then `hone resume {job_id}` continues from there"
     )
@@ -312,7 +329,7 @@ async def test_a_model_that_cannot_be_loaded_as_asked_pauses_the_job_in_its_word
     stack.fakes.fault[route] = refuse
     record = await stack.until((await stack.submit()).id, "failed", "paused", "succeeded")
     assert (record.status, record.recoveries) == ("paused", 0)
-    assert record.error is not None and record.error.startswith(f"{words}; change the job (`hone")
+    assert record.error is not None and record.error.startswith(f"{words}; correct the service")
 
 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:

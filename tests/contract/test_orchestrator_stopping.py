@@ -183,8 +183,8 @@ async def test_a_job_that_has_cost_what_it_may_pauses_until_it_may_cost_more(
         assert paused.step == 1 and 1 in fakes.checkpointed
         assert paused.error is not None
         assert paused.error.startswith("after step 1: it has cost ")
-        assert "at 1e+06: HONE_PRICE_PER_HOUR), and stop.max_cost is 1; raise it" in paused.error
-        assert "`hone resume JOB --set stop.max_cost=...`" in paused.error
+        assert "at 1e+06: HONE_PRICE_PER_HOUR), and stop.max_cost is 1; `hone " in paused.error
+        assert f"`hone resume {paused.id} --set stop.max_cost=COST` raises it" in paused.error
         found = metrics(paused, 1)
         assert found["total/cost"] == pytest.approx(1e6 * found["total/hours"])
         assert (paused.cost, paused.currency) == (pytest.approx(found["total/cost"]), "EUR")
@@ -271,8 +271,8 @@ async def test_steps_lowered_below_what_is_trained_pause_the_job_with_a_remedy(
     paused = await stack.until(id, *TERMINAL, "paused")
     assert (paused.status, stack.fakes.calls["checkpoint"]) == ("paused", 1)  # by the pause
     assert (paused.error or "").startswith(
-        "the trainer has done step 4, and steps is 3; expected 4 or more: `hone resume JOB --set "
-        "steps=4`"
+        "the trainer has done step 4, and steps is 3; expected 4 or more: "
+        f"`hone resume {id} --set steps=4`"
     )
     await stack.post(f"{id}/resume", ResumeRequest(set=("steps=4",)))
     assert (await stack.until(id)).status == "succeeded"
@@ -444,7 +444,9 @@ async def test_held_out_sets_with_names_are_evaluated_beside_the_first(stack: St
         assert found["eval/hard/completions/mean_length"] == 2
         assert found["eval/hard/completions/clipped_ratio"] == 0
     evals = [event for event in await stack.events(record.id) if event.type == "eval"]
-    assert evals[0].message == "step 0: held-out reward 0.000, 1.000 (hard)"
+    assert evals[0].message == (
+        "step 0: held-out reward 0.000, 1.000 (hard); pass@1 0.000, 1.000 (hard)"
+    )
 
 
 async def test_a_job_with_nothing_but_named_sets_evaluates_them(stack: Stack) -> None:

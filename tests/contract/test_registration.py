@@ -135,8 +135,8 @@ async def test_a_url_that_is_none_of_a_service_is_refused(client: Client) -> Non
         ("http://127.0.0.1:port", "is no URL of a service"),
         ("http://127.0.0.1:8001\n", "is no URL of a service"),
         ("http://user:secret@127.0.0.1:8001", "holds a user or a password"),
-        ("http://127.0.0.1:8001/elsewhere", "has more after host and port"),
-        ("http://127.0.0.1:8001?a=b", "has more after host and port"),
+        ("http://127.0.0.1:8001/elsewhere", "continues after host and port"),
+        ("http://127.0.0.1:8001?a=b", "continues after host and port"),
     ):
         with pytest.raises(ValueError, match=why):
             Registration(url=url)

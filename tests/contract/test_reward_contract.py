@@ -498,3 +498,13 @@ async def test_rewards_are_tried_on_nothing_and_on_the_rows_own_answers(client: 
         (0.0, 18.0, 2, None),
     ]
     assert first.rewards[1].why
+
+
+async def test_a_reward_that_fails_on_what_it_is_tried_on_says_so(client: Client) -> None:
+    """Two empty completions and two reference answers; none has a value."""
+    source = "def reward(completions, **columns):\n    raise KeyError('solution')"
+    prompts = tuple(Prompt(index=at, content="?", row={"answer": "18"}) for at in range(2))
+    body = TryRequest(rewards=(own(source),), prompts=prompts)
+    (tried,) = (await client.call("POST", "/graders/try", body, Tried, deadline_s=60)).rewards
+    assert (tried.empty, tried.reference, tried.num_failed) == (None, None, 4)
+    assert "KeyError: 'solution'" in tried.failure

@@ -194,7 +194,8 @@ async def test_answers_of_a_job_that_cannot_be_given_are_a_group_that_went_wrong
     group = await serving.generate(**asked, answers=("a" * 16,))
     assert (group.overlong, group.rollouts[0].finish_reason) == (True, "error")
     assert group.rollouts[0].error == (
-        "a prompt of 1 tokens with an answer of 16 makes 17; the model holds 16"
+        "a prompt of 1 tokens with an answer of 16 makes 17; expected at most 16 (the job's "
+        "max_model_len, or the model's own limit)"
     )
     group = await serving.generate(**asked, answers=("",))
     assert group.rollouts[0].error == "the answer has no tokens; expected at least one"
@@ -213,7 +214,7 @@ BAD_PROMPTS = [
     ),
     (
         {"prompt_token_ids": (1,) * 13},
-        "a prompt of 13 tokens with 'max_tokens' 4 makes 17; the model holds 16",
+        "a prompt of 13 tokens with 'max_tokens' 4 makes 17; expected at most 16 ",
     ),
 ]
 

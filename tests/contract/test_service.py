@@ -451,7 +451,7 @@ async def test_a_form_post_and_a_rebound_host_of_a_web_page_are_refused(settings
         )
         rebound = await http.get("/metrics", headers={"host": "evil.example:8002"})
     assert sneaky.status_code == 422 and "Content-Type" in sneaky.json()["detail"]
-    said = "Content-Encoding is 'gzip'; expected a body without encoding"
+    said = "Content-Encoding is 'gzip'; expected an uncompressed body"
     assert (packed.status_code, packed.json()["detail"]) == (422, said)
     assert rebound.status_code == 401 and "evil.example" in rebound.json()["detail"]
 

@@ -348,7 +348,7 @@ SECTIONS = (
 HEAD = """# Wrong inputs, and what is said of them
 
 {count} wrong inputs, with the sentence that each is answered and when it comes. What a command
-finds out by itself ends it with exit code 2; what the orchestrator refuses has the HTTP status, and
+finds out ends it with exit code 2; what the orchestrator refuses has the HTTP status, and
 `hone submit` then prints the same sentence and ends with exit code 2, after HTTP 503 once it has
 asked again for a while. (1: the job did not succeed; 3: it is paused; 124: the time of `hone wait
 --timeout` is over; 130: Ctrl-C.) None of them reaches a running engine. The table is made by the

@@ -108,6 +108,7 @@ class FakeServices:
         self._random = random.Random(0)
         self.checkpointed: set[int] = {0}
         self.restarts = 0
+        self.last_failure: str | None = None
         self.damaged: tuple[str, ...] = ()
         self.doing: str | None = None
         self.skipped: set[int] = set()
@@ -231,6 +232,7 @@ class FakeServices:
             device="cpu",
             num_parameters=1,
             restarts=self.restarts,
+            last_failure=self.last_failure,
             damaged=self.damaged,
             doing=self.doing,
             gpu=self.gpus[0],

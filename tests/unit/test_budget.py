@@ -13,18 +13,18 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 11_050,
-    "shared": 14_300,
+    "hone": 11_150,
+    "shared": 14_450,
     "services/orchestrator/api": 1_750,
-    "services/orchestrator/data": 2_190,
+    "services/orchestrator/data": 2_220,
     "services/orchestrator/extensions": 11_350,
-    "services/orchestrator/grpo": 2_980,
-    "services/orchestrator/jobs": 2_860,
+    "services/orchestrator/grpo": 2_990,
+    "services/orchestrator/jobs": 3_050,
     "services/orchestrator/samplers": 2_800,
-    "services/orchestrator/store": 3_070,
+    "services/orchestrator/store": 3_090,
     "services/reward": 15_050,
     "services/rollout": 5_690,
-    "services/trainer": 9_950,
+    "services/trainer": 10_120,
     "bench": 3_900,
     "deploy": 4_600,
 }

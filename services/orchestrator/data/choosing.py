@@ -34,7 +34,7 @@ from shared.templates import (
     TokenizerUnavailable,
     prompt_reader,
 )
-from shared.weights.model_folder import model_folder, read_config, window_of
+from shared.weights.model_folder import limit_of, model_folder, read_config, window_of
 from shared.wire import PreviewedPrompt, Prompt
 
 PROMPT = "prompt"
@@ -284,12 +284,13 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """Room for `limit` tokens of prompt and completion together; the completion takes up to
-    `max_tokens`, by the job's `key`. `overlong` is what the job does with longer prompts;
-    `num_fitting` counts prompts that fit."""
+    """Room for `limit` tokens of prompt and completion together, as `what` holds no more; the
+    completion takes up to `max_tokens`, by the job's `key`. `overlong` is what the job does with
+    longer prompts; `num_fitting` counts prompts that fit."""
 
     reader: PromptReader
     limit: int
+    what: str
     key: str
     max_tokens: int
     overlong: str
@@ -309,7 +310,7 @@ class Fit:
             if self.overlong == "error" and count + self.max_tokens > self.limit:
                 raise BadRow(
                     f"{at}: its prompt has {count} tokens, which with {self.key} "
-                    f"{self.max_tokens} makes {count + self.max_tokens}, and the model holds "
+                    f"{self.max_tokens} makes {count + self.max_tokens}, and {self.what} holds "
                     f"{self.limit}; {REMEDIES.format(key=self.key)}"
                 )
 
@@ -318,7 +319,7 @@ class Fit:
         if self.overlong == "drop" and self.num_tried and not self.num_fitting:
             raise BadRequest(
                 f"none of the {self.num_tried} prompts of {data} leaves room for {self.key} "
-                f"{self.max_tokens}: the model holds {self.limit} tokens; lower {self.key}"
+                f"{self.max_tokens}: {self.what} holds {self.limit} tokens; lower {self.key}"
             )
 
 
@@ -331,12 +332,12 @@ def fit_of(job: Job) -> Fit | None:
         window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
     except TokenizerUnavailable:
         return None
-    limits = [limit for limit in (job.max_model_len, window) if limit is not None]
-    if not limits:
+    limit = limit_of(job.max_model_len, window)
+    if limit is None:
         return None
     fit = Fit(
         reader,
-        min(limits),
+        *limit,
         "sampling.max_tokens",
         job.sampling.max_tokens,
         job.sampling.overlong_prompts,
@@ -360,7 +361,7 @@ def held_out_fit(fit: Fit, job: Job) -> Fit:
 def _check_room(fit: Fit) -> None:
     if fit.max_tokens >= fit.limit:
         raise BadRequest(
-            f"{fit.key} is {fit.max_tokens}, and the model holds {fit.limit} tokens of prompt and "
+            f"{fit.key} is {fit.max_tokens}, and {fit.what} holds {fit.limit} tokens of prompt and "
             f"completion together; expected at most {fit.limit - 1}, and room for the prompts"
         )
 

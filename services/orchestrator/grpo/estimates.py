@@ -70,10 +70,11 @@ def is_right(score: Score, job: Job) -> bool | None:
 
 
 def problem_metrics(graded: ScoredGroup, job: Job) -> dict[str, float]:
-    """Returns the metrics of one problem. Completions that went wrong or have no reward count
-    neither as right nor as wrong, so k of pass@k is at most the number of the others."""
+    """Returns the metrics of one problem; its reward is without `shaping` rewards. Completions that
+    went wrong or have no reward count neither as right nor as wrong, so k of pass@k is at most the
+    number of the others."""
     metrics: dict[str, float] = {}
-    rewards = [score.value for score in graded.scores if score.value is not None]
+    rewards = [earned for score in graded.scores if (earned := outcome(score, job)) is not None]
     if rewards:
         metrics["reward"] = statistics.fmean(rewards)
         judged = [right for score in graded.scores if (right := is_right(score, job)) is not None]

@@ -186,7 +186,7 @@ def too_many_missing(batch: Batch, max_missing: float) -> str | None:
     return (
         f"step {batch.step}: {share:.0%} of the rewards are missing, more than the "
         f"{max_missing:.0%} of HONE_MAX_MISSING_REWARDS; {'; '.join(reasons)}; look into the log "
-        "of the reward service, correct the grader, or raise HONE_MAX_MISSING_REWARDS"
+        "of the reward service, or raise HONE_MAX_MISSING_REWARDS"
     )
 
 

@@ -380,6 +380,7 @@ class Comparison:
             id=self.services.caller.job_id,
             temperature=self.job.evaluation.temperature,
             seed=self.job.seed,
+            dtype=", ".join(sorted({each.dtype for each in self.services.samplers.pool.up()})),
             sets=tuple(self._of_set(held_out) for held_out in self.sets),
         )
 

@@ -20,7 +20,7 @@ docs/observability.md lists the other names.
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
 |                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
-| conversations/forks            | rows beyond the first, where a history was written anew     |
+| conversations/forks            | rows beyond the first, where a history was rewritten        |
 | agent/mean_guesses             | of agents of kind "worker": their own metric, here guesses  |
 | environment_failures           | share of rollouts without a reward, as the environment died |
 | teacher/kl                     | with [teacher]: mean over sampled tokens of the log-ratio   |

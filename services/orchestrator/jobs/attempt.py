@@ -185,7 +185,7 @@ class Attempt:
         if state.step > self._job.steps:  # it was paused before this step was recorded
             raise OperatorActionNeeded(
                 f"the trainer has done step {state.step}, and steps is {self._job.steps}; expected "
-                f"{state.step} or more: `hone resume JOB --set steps={state.step}`"
+                f"{state.step} or more: `hone resume {self._record.id} --set steps={state.step}`"
             )
         pipeline = self._pipeline(after.prompts)
         done = await write_despite_cancel(self._folder.start_at, state.step)
@@ -214,6 +214,7 @@ class Attempt:
             rows = await asyncio.to_thread(self._folder.metrics)
         versions = await self._services.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
+        summary["dtype"] = state.dtype
         await write_despite_cancel(self._folder.write_summary, summary)
         return summary
 

@@ -37,6 +37,7 @@ from shared.errors import (
     Unavailable,
 )
 from shared.host.logs import get_logger
+from shared.job import RESUMED_WITH
 from shared.wire import PauseReason
 
 MAX_RECOVERIES = 3
@@ -72,23 +73,26 @@ class Action(Enum):
 class Rule:
     """A rule for errors of class `kind`, and with one of `codes` if given; with `checks` only if a
     check at the start of an attempt raised them that needs one of these. `remedy` says what an
-    operator does before resuming the job; "": nothing, it resumes automatically."""
+    operator does before resuming the job, where `{job}` is its id; "": nothing, it resumes
+    automatically. `resumes` False: the remedy says itself when the job is resumed, if at all."""
 
     kind: type[Exception]
     action: Action
     remedy: str = "fix the cause"
     codes: frozenset[str] = frozenset()
     checks: frozenset[CheckNeeds] = frozenset()
+    resumes: bool = True
 
 
 @dataclass(frozen=True)
 class Decision:
     """`why` is a sentence for an operator, with the remedy if the job pauses, and `pause_reason`
-    its code."""
+    its code. `resumes`: once the remedy is done, the job is resumed unchanged."""
 
     action: Action
     why: str
     pause_reason: PauseReason = "error"
+    resumes: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,13 @@ class Outcome:
     """How an attempt at the job ended. `why` says why the job paused, with the code
     `pause_reason`, or why it succeeded before its last step; `summary` is its result. "queued": it
     continues in another attempt, because a newer one was found or another trainer takes it.
-    "failed" and "cancelled" come only from the run folder."""
+    "failed" and "cancelled" come only from the run folder. `resumes` is the decision's."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None
     summary: dict[str, Any] | None = None
     pause_reason: PauseReason = "error"
+    resumes: bool = True
 
 
 def _codes(*codes: str) -> frozenset[str]:
@@ -115,10 +120,24 @@ ENDS_THEM = (
     "that happened again and again before a step was done, so the job probably ends its services "
     "itself: look into their logs"
 )
-CHANGE_IT = "change the job (`hone resume JOB --set KEY=VALUE`) or the service"
+NEW_JOB = (
+    "submit a corrected job, with the newest checkpoint as its model if there is one "
+    "(`hone checkpoints {job}`)"
+)
+CHANGE_IT = (
+    "correct the service and `hone resume {job}`, or the job: `hone resume {job} --set KEY=VALUE` "
+    f"changes {', '.join(sorted(RESUMED_WITH))}; for any other key {NEW_JOB}"
+)
+IN_THE_JOB = (
+    "a mistake in the job itself, such as its reward code, is stored with it: for that "
+    f"{NEW_JOB}; otherwise fix the cause"
+)
 PROXY = "fix what stands between the services: a proxy, or another program at the address"
 SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
-MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
+MEMORY = (
+    "free memory on its device and `hone resume {job}`, or use less of it: "
+    "`hone resume {job} --set memory.micro_batch_tokens=TOKENS`"
+)
 
 ANY_CHECK = frozenset[CheckNeeds](("settings", "data", "services"))
 
@@ -134,9 +153,14 @@ RULES = (
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.GIVE_BACK),
     Rule(StoreUnavailable, Action.STOP),
-    Rule(BudgetExceeded, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
+    Rule(
+        BudgetExceeded,
+        Action.PAUSE,
+        "`hone resume {job} --set stop.max_cost=COST` raises it and continues",
+        resumes=False,
+    ),
     Rule(Preempted, Action.PAUSE, ""),
-    Rule(OperatorActionNeeded, Action.PAUSE),
+    Rule(OperatorActionNeeded, Action.PAUSE, IN_THE_JOB),
     Rule(Conflict, Action.STOP, codes=_codes("emptied")),
     Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
     Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters", "episode_lost")),
@@ -148,12 +172,14 @@ RULES = (
     Rule(Unavailable, Action.WAIT),
     Rule(Failed, Action.RECOVER, "free some space", _codes("disk_full")),
     Rule(Failed, Action.PAUSE, "put it back", _codes("run_folder_gone")),
-    Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory")),
+    Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory"), resumes=False),
     Rule(
         Failed,
         Action.PAUSE,
-        'submit it with a smaller learning rate, or training.on_nonfinite = "skip"',
+        'lower training.learning_rate, or set training.on_nonfinite = "skip": both are another '
+        f"job; {NEW_JOB}",
         _codes("not_finite"),
+        resumes=False,
     ),
     Rule(Failed, Action.RECOVER, LOOK),
     Rule(NotFound, Action.WAIT, codes=_codes("foreign")),
@@ -162,7 +188,7 @@ RULES = (
     Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
     Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
     Rule(NotFound, Action.PAUSE, SAME_VERSION),
-    Rule(BadRequest, Action.PAUSE, CHANGE_IT),
+    Rule(BadRequest, Action.PAUSE, CHANGE_IT, resumes=False),
     Rule(OSError, Action.RECOVER, "check HONE_RUNS_DIR and its disk"),
     Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
 )
@@ -173,7 +199,7 @@ LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
 """How often in a row each action may happen; beyond it the job pauses."""
 
 
-def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
+def decide(error: Exception, num_in_a_row: int = 0, job_id: str = "JOB") -> Decision:
     """Returns what happens to the job. `num_in_a_row` counts reloads without a new step."""
     cause, needs = (error.cause, error.needs) if isinstance(error, CheckFailed) else (error, None)
     code = cause.code if isinstance(cause, HoneError) else None
@@ -188,9 +214,10 @@ def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
     if num_in_a_row >= LIMITS.get(action, math.inf):
         action = Action.PAUSE
     why = _sentence(error)
-    has_remedy = action is Action.PAUSE and rule.remedy
+    if action is Action.PAUSE and rule.remedy:
+        why = f"{why}; {rule.remedy.format(job=job_id)}"
     reason = "preempted" if isinstance(error, Preempted) else "error"
-    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why, reason)
+    return Decision(action, why, reason, rule.resumes)
 
 
 def outcome_from_disk(folder: RunFolder) -> Outcome | None:
@@ -213,7 +240,8 @@ def outcome_from_disk(folder: RunFolder) -> Outcome | None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, HoneError):
-        return error.detail
+        is_behind = error.code == "out_of_order"
+        return f"the trainer is at another step ({error.detail})" if is_behind else error.detail
     if isinstance(error, BatchExists):
         return str(error)
     if isinstance(error, OSError):

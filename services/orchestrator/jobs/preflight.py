@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -16,6 +17,7 @@ from services.orchestrator.data.order import History
 from services.orchestrator.data.sources import fetch, source_requests
 from services.orchestrator.data.tables import ArrowTable, notes_of
 from services.orchestrator.errors import CheckFailed, CheckNeeds
+from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
 from services.orchestrator.grpo.supervised import sft_examples
 from services.orchestrator.jobs.check_executor import CheckExecutor
@@ -34,6 +36,7 @@ from shared.job.checks import check_groups
 from shared.plan.planning import Price, price_of_jobs
 from shared.settings import Settings
 from shared.weights.architectures import cannot_reload_on_cpu, untested_warning
+from shared.weights.folders import stored_tensors
 from shared.weights.model_folder import (
     check_config,
     check_model_folder,
@@ -275,9 +278,30 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list
     config = read_config(folder)
     if job.trains:
         check_rope(job.model, config, job.max_model_len)
-    untried = untested_warning(job.model, config)
+    found = [untested_warning(job.model, config), unknown_targets(job, folder)]
     limit = cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
-    return [untried] if untried else [], limit
+    return [warning for warning in found if warning], limit
+
+
+def unknown_targets(job: Job, folder: Path) -> str:
+    """Returns which of lora.target_modules no weight of the model in `folder` belongs to; "" if
+    all are there, or if the weights are not here."""
+    if not (job.trains and job.lora) or isinstance(job.lora.target_modules, str):
+        return ""
+    stored = {name.removesuffix(".weight") for name in stored_tensors(folder)}
+    unknown = [
+        target
+        for target in job.lora.target_modules
+        if not any(name == target or name.endswith(f".{target}") for name in stored)
+    ]
+    if not stored or not unknown:
+        return ""
+    layers = sorted({name.rpartition(".")[2] for name in stored if name.endswith("_proj")})
+    has = f"; it has {', '.join(layers)}" if layers else ""
+    return (
+        f"lora.target_modules names {', '.join(map(repr, unknown))}, and the model has no such "
+        f"layer{has}"
+    )
 
 
 def _unread_model(job: Job, why_not: str | None) -> str:
@@ -352,7 +376,54 @@ def probable_mistakes(job: Job) -> list[str]:
             f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
             "expected a weight other than 0"
         )
+    return [*found, *extreme_values(job)] if job.trains else found
+
+
+MAX_RATE, MAX_BETA, MANY_STEPS = 0.01, 1.0, 1_000_000
+"""Values above which a job has probably a typing error: GRPO is done with learning rates of 1e-7 to
+1e-4 and a beta of 0 to 0.1, and a million steps take months."""
+
+
+def extreme_values(job: Job) -> list[str]:
+    """Returns a sentence for each allowed value with which training probably comes to nothing."""
+    found = list[str]()
+    rate, beta, target = job.learning_rate, job.training.beta, job.stop.target
+    if rate > MAX_RATE:
+        found.append(
+            f"training.learning_rate is {rate:g}: such updates ruin a model; expected at most "
+            f"{MAX_RATE:g}, usually 1e-6 to 1e-4"
+        )
+    if beta > MAX_BETA:
+        found.append(
+            f"training.beta is {beta:g}: the KL term outweighs the rewards, so the policy stays "
+            "where it began; expected 0 to 0.1 as a rule"
+        )
+    most = full_reward(job) if job.stop.metric.endswith("reward") else 1.0
+    if target is not None and most and target > most:
+        found.append(
+            f"stop.target is {target:g}, and {job.stop.metric} is at most {most:g}, if no grader "
+            "gives more than 1: the job would not stop early"
+        )
+    groups = job.sampling.prompts_per_step
+    if job.training.minibatches > groups and not job.trains_without_sampling:
+        found.append(
+            f"training.minibatches is {job.training.minibatches} for {groups} groups "
+            "(sampling.prompts_per_step): a minibatch has less than a group, or nothing"
+        )
+    if job.steps > MANY_STEPS and not job.is_program:
+        days = job.steps / 86400
+        found.append(f"steps is {job.steps}: at a second each these are {days:.0f} days")
+    if job.steps and job.data.epochs is not None:
+        found.append(
+            f"steps is {job.steps} and data.epochs {job.data.epochs:g}: the job ends after "
+            "the fewer steps of both; expected one of them"
+        )
     return found
+
+
+def full_reward(job: Job) -> float:
+    """Returns the reward of a completion to which every grader gives 1, without `shaping`."""
+    return sum(max(reward.weight, 0.0) for reward in outcomes(job))
 
 
 def _shown_prompts(

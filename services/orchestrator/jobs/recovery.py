@@ -65,6 +65,7 @@ class Recovery:
         self._in_a_row = 0
         self._tries = tries
         self._stuck_since: float | None = None
+        self._restarts: int | None = None
 
     async def load(self) -> TrainerState:
         """Loads the job into trainer and sampler, and makes the sampler serve the trainer's last
@@ -80,10 +81,13 @@ class Recovery:
         self._status.begin("loading the model", "its weights go to the sampler")
         await self._journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
+        if self._restarts is not None and state.restarts > self._restarts and state.last_failure:
+            await self._journal.warn(f"the trainer was started again: {state.last_failure}")
+        self._restarts = state.restarts
         self._status.begin("bringing the weights to the sampler", f"step {state.step + 1}")
         job = self._record.job
         await sync_weights(self._services, self._folder, job, state.step, self._journal)
-        await self._journal.loaded(state)
+        await self._journal.loaded(state, self.furthest)
         return state
 
     async def _load_both(self) -> TrainerState:
@@ -154,7 +158,8 @@ class Recovery:
         if decision.action is Action.PAUSE:
             if _is_folder_gone(error):
                 await self._journal.error(decision.why)
-            return Outcome("paused", decision.why, pause_reason=decision.pause_reason)
+            reason, resumes = decision.pause_reason, decision.resumes
+            return Outcome("paused", decision.why, pause_reason=reason, resumes=resumes)
         # Without these checks another orchestrator could soon take the trainer and the samplers.
         looking = asyncio.create_task(keep_looking(self._services))
         try:
@@ -165,7 +170,7 @@ class Recovery:
     async def _decide(self, error: Exception) -> Decision:
         if _is_folder_gone(error) and (away := await self._needs.look()):
             error = Unavailable(away)  # all run folders may be unreachable
-        return decide(error, self._in_a_row)
+        return decide(error, self._in_a_row, self._record.id)
 
     async def _recover(self, decision: Decision) -> Outcome | None:
         """Returns None once the job can be loaded again: after a pause, and when everything that it

@@ -332,7 +332,8 @@ class Worker:
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             resume = f", then `hone resume {lease.job_id}` continues from there"
-            why = f"{outcome.why}{resume if outcome.pause_reason == 'error' else ''}"
+            is_resumed = outcome.pause_reason == "error" and outcome.resumes
+            why = f"{outcome.why}{resume if is_resumed else ''}"
             await self._store.halt(lease, why, outcome.pause_reason)
         else:
             await self._end(lease, outcome)

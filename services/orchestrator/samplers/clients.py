@@ -241,8 +241,8 @@ class RewardClient:
 
     async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
         """Returns what the rewards give empty completions and reference answers of the first few
-        `prompts`; None without prompts or rewards, and if the service does not say so soon: nothing
-        depends on it."""
+        `prompts`, or why the service does not say so soon: nothing depends on it. None without
+        prompts or rewards."""
         shown = prompts[:MAX_PROMPTS_TRIED]
         if not shown or not self.caller.job.rewards:
             return None
@@ -253,7 +253,7 @@ class RewardClient:
             )
         except HoneError as error:
             get_logger().warning("rewards not tried", job=self.caller.job_id, reason=error.detail)
-            return None
+            return Trial(f"rewards not tried: {error.detail}", ())
         return trial(self.caller.job.rewards, tried.rewards, len(shown))
 
 
@@ -312,7 +312,7 @@ def _told(found: TriedReward) -> str:
     references = (
         f"reference answers earn {_shown(found.reference)}, "
         if found.num_references
-        else "no row has a known answer, "
+        else "no reference answers to try, "
     )
     return f"{found.reward}: {references}empty completions earn {_shown(found.empty)}"
 
@@ -325,6 +325,9 @@ def _warning(spec: RewardSpec, found: TriedReward) -> str | None:
     """Returns what is probably wrong with a reward; None if it tells answers apart."""
     name, why = f"reward {found.reward!r}", f" ({found.why})" if found.why else ""
     likely = LIKELY.get(spec.grader, "likely it looks at another column than is meant")
+    if found.num_failed:
+        failed = f"failed on {found.num_failed} of the completions that it was tried on"
+        return f"{name} {failed}: {found.failure}"
     if found.num_references:
         if found.reference is None:
             return f"{name} gives the rows' own reference answers nothing{why}"

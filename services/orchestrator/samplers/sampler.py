@@ -135,6 +135,7 @@ class Sampler:
     ref: WeightsRef | None = None
     why: str = "it was not asked yet"
     listed: bool = True
+    dtype: str = ""
     max_num_seqs: int = 0
     kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
@@ -249,6 +250,7 @@ class Sampler:
         self.name, self.boot_id = serving.replica, serving.boot_id
         self.gpus, self.memory_space = serving.gpus, serving.memory_space
         self.max_num_seqs, self.kv_cache_tokens = serving.max_num_seqs, serving.kv_cache_tokens
+        self.dtype = serving.dtype
 
     async def _others(
         self, serving: ServingWeights, settings: Settings, patience_s: float

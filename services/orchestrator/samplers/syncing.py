@@ -62,13 +62,14 @@ class Events(Protocol):
 @dataclass(frozen=True)
 class SyncResult:
     """A version that serves: what was published, and what each sampler answered, after `seconds`
-    in all. `moved` is how far a step moved its canary since the version before (`change`);
-    None: not known."""
+    in all. `moved` is how far a step moved its canary since the version before (`change`), and
+    `rounding` how far rounding alone may have (`noise`); None: not known."""
 
     published: AnyWeights
     answers: list[ServingWeights]
     seconds: float
     moved: float | None = None
+    rounding: float | None = None
 
     def row(self) -> dict[str, Any]:
         """Returns what the run folder keeps of it."""
@@ -80,6 +81,7 @@ class SyncResult:
             "size_bytes": ref.size_bytes,
             "seconds": round(self.seconds, 4),
             "canary_change": self.moved,
+            "canary_rounding": self.rounding,
             "samplers": [
                 {
                     "replica": serving.replica,
@@ -252,9 +254,10 @@ async def _push(
                 f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
                 "is paused): only their digest shows that it holds the trainer's weights"
             )
-    moved = change(services.samplers.published, published.root)
+    before = services.samplers.published
+    moved, rounding = change(before, published.root), noise(before, published.root)
     services.samplers.published = published.root
-    return SyncResult(published.root, answers, time.monotonic() - start, moved)
+    return SyncResult(published.root, answers, time.monotonic() - start, moved, rounding)
 
 
 def _is_trial(services: Services, job: Job) -> bool:
@@ -392,6 +395,14 @@ def change(before: Published | None, after: Published) -> float | None:
         return None
     moved = _mean_gap(list(before.canary.logprobs), list(after.canary.logprobs)) / num_steps
     return moved if moved < float("inf") else None
+
+
+def noise(before: Published | None, after: Published) -> float | None:
+    """Returns how far rounding alone moves the canary, in nats per step like `change`, by the
+    trainer's dtype and model; None: it is not known."""
+    if before is None or after.canary is None or after.version <= before.version:
+        return None
+    return after.canary.noise / (after.version - before.version)
 
 
 def tolerance(canary: Canary, serving: ServingWeights) -> float:

@@ -15,7 +15,7 @@ from shared.wire import Checkpoint, MetricsRow, TrainerState
 SUPERVISED = "supervised"
 """The metric, 1, of a step that learned the data's answers: it has a loss, and no reward."""
 
-HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?(reward|loss)")
+HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?(reward|loss|pass@1)")
 
 
 class Journal:
@@ -47,13 +47,16 @@ class Journal:
         """Reports that the run stalls, or continues again."""
         await (self.warn(message) if stalls else self.log(message))
 
-    async def loaded(self, state: TrainerState) -> None:
+    async def loaded(self, state: TrainerState, furthest: int) -> None:
+        """Reports that the trainer has the job, which had done step `furthest` before."""
         ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
         message = (
             f"the trainer has {state.num_parameters:,} parameters as {state.dtype}, {ranks} on "
             f"{state.device}"
         )
-        if state.step:
+        if state.step < furthest:
+            message += f"; resumed at step {state.step}: {_steps(state.step + 1, furthest)} again"
+        elif state.step:
             message += f"; continuing after step {state.step}"
         for sentence in state.damaged:
             await self.warn(sentence)
@@ -84,7 +87,8 @@ class Journal:
         that a crash after writing the row left out."""
         step, metrics = row.step, row.metrics
         if shown := _held_out(metrics, "reward") or _held_out(metrics, "loss"):
-            message = f"step {step}: held-out {shown}"
+            right = _held_out(metrics, "pass@1")
+            message = f"step {step}: held-out {shown}{f'; {right}' if right else ''}"
             data = {"step": step, "metrics": metrics}
             await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
         if step:
@@ -92,6 +96,8 @@ class Journal:
             shown = f"reward {'none' if reward is None else format(reward, '.3f')}"
             if SUPERVISED in metrics:
                 shown = f"loss {metrics['loss']:.4f}"
+            if row.why_unchanged:
+                shown += f"; no weight changed: {row.why_unchanged}"
             await self._store.report(
                 self._lease,
                 "step",
@@ -115,9 +121,14 @@ class Journal:
         """Reports a model's scores on the held-out set `held_out`, in a job of 0 steps. They count
         as progress, as a step does: the store counts attempts without progress."""
         reward = f"{metrics['reward']:.3f}" if "reward" in metrics else "none"
+        reward += f"; pass@1 {metrics['pass@1']:.3f}" if "pass@1" in metrics else ""
         message = f"{model}: held-out reward {reward}{f' ({held_out})' if held_out else ''}"
         data = {"model": model, "set": held_out, "metrics": metrics}
         await self._store.report(self._lease, "eval", message, data, tries=0)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first} is trained" if first == last else f"steps {first} to {last} are trained"
 
 
 def _held_out(metrics: Mapping[str, float], metric: str) -> str:

@@ -123,6 +123,7 @@ def fields_of(job: Job) -> dict[str, Any]:
         "name": job.name,
         "model": job.model,
         "steps": job.steps,
+        "learning_rate": job.learning_rate if job.trains else None,
         "priority": job.priority,
         "shares": job.shares_as or "",
         "metadata": json.dumps(job.metadata),

@@ -285,7 +285,13 @@ async def _tried(caller: Caller, prompts: Sequence[Prompt]) -> TriedReward:
         num_references=len(right),
         full_mark=1.0 if grader.has_full_mark else None,
         why=_why(of_right) or _why(of_empty),
+        num_failed=len(failed := [part for part in parts if _has_failed(part)]),
+        failure=next((part.detail or part.verdict for part in failed), ""),
     )
+
+
+def _has_failed(part: Part) -> bool:
+    return bool(part.errors) or (part.value is None and part.verdict != "skipped")
 
 
 def _reference(grader: Grader[Any], row: Mapping[str, Any]) -> str | None:

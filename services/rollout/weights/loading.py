@@ -356,8 +356,8 @@ class Load:
         if others:
             raise Failed(
                 f"{self} cannot be loaded: it replaces the model's weights, and the sampler serves "
-                f"job {others[0]!r} beside it; `hone resume JOB --set weight_sync=http` gives the "
-                "job the trainer and its samplers alone",
+                f"job {others[0]!r} beside it; `hone resume {ref.job_id} --set weight_sync=http` "
+                "gives the job the trainer and its samplers alone",
                 code="shared",
             )
 

@@ -8,6 +8,7 @@ folder>`.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -19,14 +20,16 @@ from torch.distributed.run import main
 
 from services.trainer.processes.launcher import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Place
+from shared.host.processes import how_it_ended
 from shared.settings import load_settings
 
 ON_SIGTERM = 128 + signal.SIGTERM
 """The exit code of rank 0 after SIGTERM: it first ends HTTP in order."""
 
 
-def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
-    """Returns which rank died first and of what. `first_rank` is the first of this node.
+def describe(failures: dict[int, ProcessFailure], first_rank: int, peak_bytes: int = 0) -> str:
+    """Returns which rank died first and of what. `first_rank` is the first of this node,
+    `peak_bytes` the most memory that any of its ranks had; 0: unknown.
 
     Killed by a signal first, then exits, which may follow from the kill, then SIGTERM, with which
     torchrun ends the other ranks. Among equals the first in time.
@@ -40,12 +43,9 @@ def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
     rank = f"rank {first_rank + failure.local_rank}"
     if failure.exitcode == ON_SIGTERM:
         return f"{rank} was ended by SIGTERM"
-    if failure.exitcode >= 0:
-        return f"{rank} ended with exit code {failure.exitcode}"
-    hint = (
-        ", as the kernel does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-    )
-    return f"{rank} was killed by {failure.signal_name()}{hint}"
+    is_killed = failure.exitcode == -signal.SIGKILL
+    peak = f" (peak of a rank: {peak_bytes / 2**30:.1f} GiB)" if is_killed and peak_bytes else ""
+    return f"{rank} {how_it_ended(failure.exitcode)}{peak}"
 
 
 if __name__ == "__main__":
@@ -57,7 +57,9 @@ if __name__ == "__main__":
     except SignalException:
         sys.exit(0)
     except ChildFailedError as error:
-        folder.remember_failure(describe(error.failures, Place.of(load_settings(), 0).rank))
+        peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        first_rank = Place.of(load_settings(), 0).rank
+        folder.remember_failure(describe(error.failures, first_rank, peak_bytes))
         sys.exit(1)
     finally:
         if os.getppid() != launcher:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def attach(model: Any, spec: LoraSpec) -> Any:
         wrapped: Any = get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise BadRequest(f"lora.target_modules is {spec.target_modules!r}: {error}") from error
+    if unknown := _unknown(targets, lora_layers(model)):
+        raise BadRequest(
+            f"lora.target_modules names {', '.join(map(repr, unknown))}, and the model has no such "
+            "layer; expected names of its layers"
+        )
     tied = (
         model.get_output_embeddings()
         if model.config.get_text_config().tie_word_embeddings
@@ -79,6 +85,14 @@ def begin(model: nn.Module, seed: int) -> None:
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         matrix_A.copy_(drawn)
         matrix_B.zero_()
+
+
+def _unknown(targets: str | list[str], names: Iterable[str]) -> list[str]:
+    """Returns the targets that no adapter was put at, by the `names` of layers with one."""
+    if isinstance(targets, str):
+        return []
+    there = [*names]
+    return [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in there)]
 
 
 def _targets(model: Any, spec: LoraSpec) -> str | list[str]:

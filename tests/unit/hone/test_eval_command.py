@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from hone import cli, long_calls, reports
 from hone.cli import app
 from hone.commands import eval as command
+from hone.view import what_next
 from shared.errors import BadRequest, NotFound
 from shared.job import Job, StopSpec
 from shared.job.file import parse_job
@@ -193,6 +194,66 @@ def test_a_model_is_a_folder_a_jobs_checkpoint_or_on_the_hub(
         wrong.output.split()
     )
     assert run("new", *data).exit_code == 2
+
+
+def test_a_checkpoint_is_evaluated_in_the_dtype_of_the_job_that_made_it(
+    client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's own dtype is another one, and the base model's is not known."""
+    trained = record("succeeded").model_copy(update={"summary": {"dtype": "float32"}})
+    monkeypatch.setattr(client, "get", lambda job: trained if job == "demo" else none(job))
+    file = tmp_path / "job.toml"
+    file.write_text(JOB + '[training]\ndtype = "bfloat16"\n')
+    done = run("a/b", "demo:50", "--job", str(file))
+    assert client.job.training.dtype == "float32"
+    assert done.stderr.splitlines()[0] == (
+        "evaluates in float32: 'demo:50' was trained in float32; `--set training.dtype=...` takes "
+        "another one"
+    )
+    run("a/b", "demo:50", "--job", str(file), "--set", "training.dtype=bfloat16")
+    assert client.job.training.dtype == "bfloat16", "what the caller sets counts"
+    run("a/b", "--job", str(file))
+    assert client.job.training.dtype == "bfloat16", "of a model without a job nothing is known"
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    done = run(str(tmp_path), "--data", "x/y", "--grader", "math")
+    assert client.job.training.dtype == "bfloat16"
+    run(str(tmp_path), "demo", "--data", "x/y", "--grader", "math")
+    assert client.job.training.dtype == "float32", "it has the numbers of both"
+
+
+def none(job: str) -> JobRecord:
+    raise NotFound(f"no job {job!r}")
+
+
+def test_the_table_names_the_dtype() -> None:
+    lines = printed(reports.evaluation_report(REPORT.model_copy(update={"dtype": "float32"})))
+    assert lines[0].endswith("temperature 0.6, seed 3, float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"summary": {"checkpoint": "/r/c", "dtype": "float32"}},
+            "vllm serve /r/c --dtype float32",
+        ),
+        ({"summary": {"checkpoint": "/r/c"}}, "vllm serve /r/c"),
+    ],
+)
+def test_the_line_that_serves_a_checkpoint_names_its_dtype(
+    changes: dict[str, Any], line: str
+) -> None:
+    done = record("succeeded").model_copy(update=changes)
+    (shown,) = [each for each in what_next(done).plain.splitlines() if "vllm serve" in each]
+    assert shown.strip().partition("    ")[0].strip() == line
+
+
+def test_a_job_without_rewards_names_no_evaluation_that_would_be_refused() -> None:
+    done = record("succeeded").model_copy(update={"summary": {"checkpoint": "/r/c"}})
+    job = JOB_RECORD.model_copy(update={"data": SUBMITTED.data})
+    assert "hone eval" in what_next(done.model_copy(update={"job": job})).plain
+    dpo = job.model_copy(update={"rewards": ()})
+    assert "hone eval" not in what_next(done.model_copy(update={"job": dpo})).plain
 
 
 def test_the_report_is_a_table_and_json(client: FakeClient) -> None:

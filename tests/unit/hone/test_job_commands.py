@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hone.cli import app
 from hone.commands import jobs, results, stack, submit
 from hone.long_calls import CheckpointDownload, Progress
+from hone.view import job_table
+from services.orchestrator.store.records import fields_of
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
 from shared.wire import (
@@ -28,7 +31,7 @@ from shared.wire import (
     Recovered,
     RecoveredJob,
 )
-from tests.support.job_records import record
+from tests.support.job_records import JOB, record
 
 PLAN: dict[str, Any] = {
     "model": "/models/tiny",
@@ -315,3 +318,15 @@ def test_checkpoints_are_listed_and_one_is_downloaded(monkeypatch: pytest.Monkey
     assert json.loads(shown) == {"step": 5, "folder": "here", "files": []}
     code, shown = run(monkeypatch, "running", "download", "other")
     assert code == 2 and "no job 'other'" in shown
+
+
+def test_the_list_names_the_model_and_the_learning_rate() -> None:
+    job = record("running").model_copy(
+        update={"model": "/models/Qwen3-0.6B/", "learning_rate": fields_of(JOB)["learning_rate"]}
+    )
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(job_table([job]))
+    head, row = shown.get().splitlines()[:2]
+    assert head.split() == ["job", "status", "step", "reward", "age", "ETA", "model", "rate"]
+    assert row.split()[-2:] == ["Qwen3-0.6B", "1e-06"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from services.orchestrator.errors import CheckFailed, OperatorActionNeeded, Preempted, SyncFailed
 from services.orchestrator.jobs.decisions import (
+    IN_THE_JOB,
     LIMITS,
     MAX_LOSSES,
     MAX_RECOVERIES,
@@ -34,6 +38,9 @@ from shared.errors import (
     Unauthorized,
     Unavailable,
 )
+from shared.job import RESUMED_WITH
+from shared.job.file import changed
+from tests.support.scored_batches import make_job
 
 STOP, RECOVER, PAUSE = Action.STOP, Action.RECOVER, Action.PAUSE
 GIVE_BACK, WAIT, RELOAD = Action.GIVE_BACK, Action.WAIT, Action.RELOAD
@@ -155,10 +162,48 @@ def test_a_pause_names_its_remedy() -> None:
     assert decide(ZeroDivisionError("1/0")).why == (
         "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log"
     )
-    assert decide(BadRequest("unknown grader 'x'")).why == (
-        "unknown grader 'x'; change the job (`hone resume JOB --set KEY=VALUE`) or the service"
+    refused = decide(BadRequest("lora.target_modules is 'nope'"), job_id="sums-1")
+    assert refused.why == (
+        "lora.target_modules is 'nope'; correct the service and `hone resume sums-1`, or the job: "
+        "`hone resume sums-1 --set KEY=VALUE` changes checkpoints, evaluation, memory, metadata, "
+        "priority, request, rollouts, steps, stop, wandb, weight_sync; for any other key submit a "
+        "corrected job, with the newest checkpoint as its model if there is one "
+        "(`hone checkpoints sums-1`)"
+    )
+    assert not refused.resumes, "it would be refused again"
+    own_code = decide(OperatorActionNeeded("step 3: no reward"), job_id="sums-1")
+    assert own_code.resumes and own_code.why == (
+        "step 3: no reward; a mistake in the job itself, such as its reward code, is stored with "
+        "it: for that submit a corrected job, with the newest checkpoint as its model if there is "
+        "one (`hone checkpoints sums-1`); otherwise fix the cause"
     )
     refused = decide(BadRequest("413 Request Entity Too Large", code="foreign")).why
     assert "a proxy, or another program" in refused
     assert decide(Preempted("preempted: another job waits")).why == "preempted: another job waits"
     assert all(rule.remedy for rule in RULES if rule.kind is not Preempted)
+
+
+REMEDY = re.compile(r"hone resume [^`]*?--set ([a-z_.]+)=(?!VALUE)")
+"""A command that resumes a job with another value, as a message or a page names it."""
+
+SOURCES = [
+    file
+    for folder in ("services", "shared", "hone", "docs")
+    for file in sorted((Path(__file__).parents[3] / folder).rglob("*"))
+    if file.suffix in (".py", ".md", ".toml", ".js")
+]
+
+
+def test_every_remedy_that_sets_a_key_sets_one_that_resuming_takes() -> None:
+    named = {key for file in SOURCES for key in REMEDY.findall(file.read_text(encoding="utf-8"))}
+    assert {"steps", "stop.max_cost", "weight_sync", "memory.micro_batch_tokens"} <= named
+    assert {key for key in named if key.partition(".")[0] not in RESUMED_WITH} == set()
+    with pytest.raises(BadRequest, match="is another job, to be submitted"):
+        changed(make_job(), ["lora.target_modules=all"])
+    assert changed(make_job(), ["memory.micro_batch_tokens=64"]).memory.micro_batch_tokens == 64
+
+
+def test_a_remedy_that_resumes_names_the_command_once() -> None:
+    for rule in RULES:
+        says_it = "hone resume" in rule.remedy or "submit a" in rule.remedy
+        assert rule.remedy == IN_THE_JOB or rule.resumes is not says_it, rule

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
+from services.orchestrator.extensions.diagnosis.facts import percent
 from services.orchestrator.extensions.diagnosis.samples import correlation
 from shared.wire import Part, Score
 from tests.support.run_facts import batch, codes, facts, job_with, only, rollout
@@ -16,8 +18,8 @@ def test_groups_that_all_earn_nothing_are_too_hard() -> None:
     finding = only(facts({"frac_reward_zero_std": signal, "reward": [0.02] * 8}))
     assert (finding.code, finding.level) == ("no_signal_hard", "problem")
     assert finding.since_step == 2
-    assert finding.title == (
-        "95% of the groups of steps 1 to 8 teach nothing: hardly any completion earns a reward"
+    assert finding.title == (  # of eight steps' groups, (0.5 + 7 * 0.95) / 8 are 0.894
+        "89% of the groups of steps 1 to 8 teach nothing: hardly any completion earns a reward"
     )
     assert finding.evidence[0].metric == "frac_reward_zero_std"
     assert finding.evidence[0].steps == tuple(range(1, 9))
@@ -51,7 +53,50 @@ def test_equal_rewards_that_are_neither_right_nor_wrong_are_told_apart() -> None
 
 @pytest.mark.parametrize("signal", [[1.0] * 4, [0.85] * 20, [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]])
 def test_few_steps_or_some_groups_with_signal_are_no_finding(signal: list[float]) -> None:
-    assert not codes(facts({"frac_reward_zero_std": signal, "reward": [0.0] * len(signal)}))
+    found = codes(facts({"frac_reward_zero_std": signal, "reward": [0.0] * len(signal)}))
+    assert found == (["too_few_steps"] if len(signal) == 4 else [])
+
+
+def test_three_steps_without_an_update_are_no_all_clear() -> None:
+    flat = {"frac_reward_zero_std": [1.0] * 3, "reward": [0.0] * 3, "num_examples": [0.0] * 3}
+    few, none = sorted(diagnose(facts(flat)), key=lambda each: each.level)
+    assert (none.code, none.level, none.since_step) == ("no_update", "problem", 1)
+    assert none.title == "no weight has changed in 3 step(s): no group had a signal"
+    assert (few.code, few.title) == ("too_few_steps", "3 step(s) are too few to judge the run")
+    one_update = flat | {"num_examples": [0.0, 8.0, 0.0]}
+    assert codes(facts(one_update)) == ["too_few_steps"]
+    two = {name: values[:2] for name, values in flat.items()}
+    assert codes(facts(two)) == ["too_few_steps"], "two flat steps are chance"
+    assert codes(facts(two, job_with(steps=2)))[0] == "no_update", "it was the whole job"
+    many = {name: values * 3 for name, values in flat.items()}
+    assert codes(facts(many)) == ["no_signal_hard"], "one finding says it"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"learning_rate": [0.0] * 6}, "the learning rate was 0"),
+        ({"canary_change": [0.0] * 6}, "each update was rounded away"),
+    ],
+)
+def test_updates_that_change_no_weight_are_a_finding(
+    metrics: dict[str, list[float]], why: str
+) -> None:
+    trained = {"num_examples": [8.0] * 6} | metrics
+    assert only(facts(trained)).title == f"no weight has changed in 6 step(s): {why}"
+    assert "training.learning_rate" in only(facts(trained)).keys
+    moved = {name: [*values[:5], 0.1] for name, values in metrics.items()}
+    assert not codes(facts(trained | moved))
+
+
+def test_a_run_that_only_its_own_reward_code_judges_names_another_grader() -> None:
+    own = {"file": "r.py", "source": "def reward(completions): return [1.0]", "name": "mine"}
+    rises = {"reward": [0.2, 0.3, 0.4, 0.5, 0.9, 0.9]}
+    finding = only(facts(rises, job_with(rewards=[own])))
+    assert (finding.code, finding.level) == ("own_reward", "notice")
+    assert "'mine'" in finding.title
+    assert "hone eval MODEL JOB --job JOB --grader math" in finding.remedy
+    assert not codes(facts(rises, job_with(rewards=[own, {"grader": "math"}])))
 
 
 def test_one_of_two_rewards_that_never_varies_is_a_finding() -> None:
@@ -123,7 +168,7 @@ def test_completions_that_are_cut_off_are_a_finding_by_their_share() -> None:
     metrics["completions/mean_length"] = [300.0] * 10
     finding = only(facts(metrics))
     assert (finding.code, finding.level, finding.since_step) == ("truncation", "warning", 3)
-    assert finding.title.startswith("30% of the completions of steps 1 to 10 were cut off at 512")
+    assert finding.title.startswith("26% of the completions of steps 1 to 10 were cut off at 512")
     metrics["completions/clipped_ratio"] = [0.6] * 10
     assert only(facts(metrics)).level == "problem"
     metrics["completions/clipped_ratio"] = [0.15] * 10
@@ -133,3 +178,19 @@ def test_completions_that_are_cut_off_are_a_finding_by_their_share() -> None:
 def test_prompts_that_are_too_long_are_a_finding() -> None:
     assert only(facts({"overlong_prompts": [0.2] * 3})).code == "overlong_prompts"
     assert not codes(facts({"overlong_prompts": [0.05] * 3}))
+
+
+def test_truncation_that_is_over_is_no_finding() -> None:
+    """The median of all six steps is 0.4, and of the last three 0."""
+    over = {"completions/clipped_ratio": [0.8, 0.8, 0.8, 0.0, 0.0, 0.0], "reward": [0.5] * 6}
+    assert not codes(facts(over))
+    odd = {"completions/clipped_ratio": [0.8, 0.8, 0.8, 0.8, 0.0, 0.8], "reward": [0.5] * 6}
+    assert codes(facts(odd)) == ["truncation"], "one odd step does not end it"
+
+
+def test_58_of_60_groups_are_not_all_of_them() -> None:
+    """Six groups in each of ten steps; the median step has no signal at all."""
+    flat = [4 / 6, *[1.0] * 9]
+    title = only(facts({"frac_reward_zero_std": flat, "reward": [0.0] * 10})).title
+    assert title.startswith("97% of the groups of steps 1 to 10 teach nothing")
+    assert (percent(0.999), percent(1.0), percent(0.99)) == ("over 99%", "100%", "99%")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -222,7 +223,7 @@ def test_too_few_held_out_problems_are_a_notice() -> None:
     run = facts({"x": [0.0] * 60})
     finding = only(evaluated(run, held_out({0: 0.3, 60: 0.4}, half=0.1)))
     assert (finding.code, finding.level) == ("evaluation_too_small", "notice")
-    assert "from 0.300 to 0.400, and chance alone makes 0.141" in finding.title
+    assert "from 0.300 to 0.400, and differences below 0.141 may be noise" in finding.title
     assert not codes(evaluated(run, held_out({0: 0.3, 60: 0.5}, half=0.1))), "a clear change"
     assert not codes(evaluated(run, held_out({0: 0.3, 60: 0.31}, half=0.01))), "none, clearly"
     assert not codes(evaluated(run, held_out({0: 0.3, 20: 0.4}, half=0.1))), "it is early"
@@ -246,3 +247,24 @@ def test_problems_seen_too_often_or_used_up_are_findings() -> None:
     finding = only(facts(used))
     assert finding.code == "data_exhausted" and "75 of 80 problems" in finding.title
     assert not codes(facts({**used, "skipped_problems": [10.0, 40.0]}))
+
+
+def synced(rounding: float, count: int) -> list[dict[str, Any]]:
+    return [
+        {"version": step, "canary_rounding": rounding, "samplers": []}
+        for step in range(1, count + 1)
+    ]
+
+
+def test_the_size_of_updates_is_compared_with_the_rounding_of_the_dtype() -> None:
+    """0.08 nats in bfloat16, where rounding makes 0.08, and 0.009 in float32 are the same rate."""
+    stays = {"reward": [0.3, 0.32] * 12}
+    metrics = {"canary_change": [0.08] * 24, **stays}
+    assert not codes(facts(metrics)), "in float32 0.08 nats are an update"
+    finding = only(facts(metrics, syncs=synced(0.08, 24)))
+    assert finding.code == "updates_too_small" and "no more than rounding does" in finding.title
+    assert "by 0.08 nats" in finding.title and "training.dtype" in finding.keys
+    assert not codes(facts(metrics, syncs=synced(0.079, 24))), "sqrt(0.08^2 - 0.079^2) is 0.013"
+    large = {"canary_change": [0.6] * 6}
+    assert codes(facts(large)) == ["updates_too_large"]
+    assert not codes(facts(large, syncs=synced(0.5, 6))), "sqrt(0.6^2 - 0.5^2) is 0.33"

@@ -188,6 +188,7 @@ def test_right_is_the_full_mark_of_what_is_no_shaping_unless_the_job_says_else()
         (score(job, 1.0, 0.0, 0.0), score(job, 1.0, 1.0, 1.0), score(job, 0.9, 1.0, 0.0))
     )
     assert problem_metrics(one, job)["pass@1"] == pytest.approx(1 / 3)
+    assert problem_metrics(one, job)["reward"] == pytest.approx((2.0 + 1.0 + 1.8) / 3)
     assert problem_metrics(one, with_mark(job, 1.5))["pass@1"] == pytest.approx(2 / 3)
     assert problem_metrics(one, with_mark(job, 1.0))["pass@1"] == 1.0
 
@@ -212,6 +213,14 @@ def test_the_full_mark_is_that_of_the_rewards_that_apply() -> None:
     found = problem_metrics(one, job)
     assert found["pass@1"] == 0.5 and "pass@3" not in found
     assert found["rewards/form/mean"] == pytest.approx(2 / 3)
+    assert found["reward"] == 1.0, "of the two that an outcome reward judges"
+
+
+def test_a_held_out_reward_of_shaping_alone_is_none() -> None:
+    """No completion is right, and each earns 0.1 for its form."""
+    job = make_job({"grader": "right"}, {"grader": "form", "weight": 0.1, "shaping": True})
+    found = problem_metrics(answered((score(job, 0.0, 1.0), score(job, 0.0, 1.0))), job)
+    assert (found["reward"], found["pass@1"], found["rewards/form/mean"]) == (0.0, 0.0, 1.0)
 
 
 def test_pass_at_k_is_left_out_where_a_problem_with_a_verdict_has_fewer_completions() -> None:

@@ -167,8 +167,8 @@ def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> No
     assert too_many_missing(batch, 0.75) is None
     assert too_many_missing(batch, 0.5) == (
         "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
-        "judge: no key; judge: refused; look into the log of the reward service, correct the "
-        "grader, or raise HONE_MAX_MISSING_REWARDS"
+        "judge: no key; judge: refused; look into the log of the reward service, or raise "
+        "HONE_MAX_MISSING_REWARDS"
     )
 
 

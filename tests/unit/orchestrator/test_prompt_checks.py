@@ -166,7 +166,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_keys_that_help(tmp_pat
     whole = fitting(tmp_path, [12])
     assert len(check_rows(whole, load_prompts(whole, Settings()))) == 4
     bounded = whole.model_copy(update={"max_model_len": 19})
-    assert "makes 20, and the model holds 19" in refused(bounded)
+    assert "makes 20, and the job's max_model_len holds 19; lower" in refused(bounded)
 
 
 def test_prompts_that_are_to_be_dropped_or_cut_are_refused_only_where_none_fits(

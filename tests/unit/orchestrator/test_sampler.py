@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
 
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.samplers.sampler import MAX_DIRECT, NUM_MEASURED, Length, Sampler
-from services.orchestrator.samplers.syncing import _write_files
+from services.orchestrator.samplers.syncing import _write_files, change, noise
 from services.orchestrator.tasks import finish_despite_cancel
 from shared.errors import Failed
 from shared.http.client import Client
 from shared.job import SYNC_METHODS, SyncMethod
 from shared.settings import Settings
-from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights, TokenIds
+from shared.wire import (
+    Canary,
+    GenerateRequest,
+    Logprobs,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    ServingWeights,
+    TokenIds,
+)
 
 
 def group(num_prompt: int, *lengths: int) -> RolloutGroup:
@@ -199,3 +209,18 @@ async def test_only_so_many_single_completions_wait_on_connections_of_their_own(
     await asyncio.gather(*tasks)
     await ask(1)
     assert client.asked[-1] is None
+
+
+def published(version: int, *logprobs: float, rounding: float = 0.0) -> Any:
+    canary = Canary(
+        token_ids=TokenIds([1, 2, 3]), logprobs=Logprobs(logprobs), dtype="bfloat16", noise=rounding
+    )
+    return SimpleNamespace(version=version, canary=canary)
+
+
+def test_a_canary_moves_by_the_step_and_by_rounding() -> None:
+    """Both log-probs by 0.3 nats in two steps, of which rounding makes 0.1."""
+    before, after = published(3, -1.0, -2.0), published(5, -1.3, -1.7, rounding=0.1)
+    assert change(before, after) == pytest.approx(0.15)
+    assert noise(before, after) == pytest.approx(0.05)
+    assert noise(None, after) is None and noise(after, after) is None

@@ -266,7 +266,7 @@ async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off
     agent = Agent(open_session(sampler))
     await agent.say()
     assert sampler.asked[0].fit
-    with pytest.raises(BadRequest, match="the model holds 60"):
+    with pytest.raises(BadRequest, match="expected at most 60"):
         await agent.say(user("Continue." * 20))
     assert agent.session.rollout().rollouts[0].info["ended"] == "window"
 

@@ -25,7 +25,7 @@ def test_a_reward_that_tells_answers_apart_is_shown_without_a_warning() -> None:
     )
     brief = {"empty": 1.0, "reference": None}
     assert said("length", **brief) == (
-        "rewards tried on 4 rows: length: no row has a known answer, empty completions earn 1.00",
+        "rewards tried on 4 rows: length: no reference answers to try, empty completions earn 1.00",
         (),
     )
     assert said("llm_judge", why="it asks a language model, which costs")[0].endswith(
@@ -36,6 +36,12 @@ def test_a_reward_that_tells_answers_apart_is_shown_without_a_warning() -> None:
 @pytest.mark.parametrize(
     ("grader", "found", "sentence"),
     [
+        (
+            "function",
+            {"why": "timed out", "num_failed": 8, "failure": "not done after 5 s"},
+            "reward 'function' failed on 8 of the completions that it was tried on: not done after "
+            "5 s",
+        ),
         (
             "math",
             {"empty": 0.0, "reference": 0.25, "num_references": 4, "full_mark": 1.0, "why": "no 4"},

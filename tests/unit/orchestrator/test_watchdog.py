@@ -37,12 +37,16 @@ async def is_busy() -> None:
 
 
 def test_a_loop_that_stands_still_ends_the_process_and_says_where(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     codes: list[int] = []
     run(stands_still, codes).join(5)
     assert codes == [watchdog.EXIT_CODE]
-    said = capsys.readouterr().out
+    said, at_once = capfd.readouterr()
+    assert at_once.splitlines() == [
+        "the event loop stands still (for 0.2 s)",
+        "the event loop stands still; exit code 70 (for 0.4 s)",
+    ]
     assert said.count("the event loop stands still") == 2
     assert "time.sleep(LIMIT_S * 2)" in said and "MainThread" in said
 

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
+from shared.errors import BadRequest
 from shared.explain import sentences
+from shared.job.file import parse_job
 
 
 class Strict(BaseModel):
@@ -106,3 +108,29 @@ def test_a_key_of_another_section_is_looked_for_around_the_one_it_is_in() -> Non
     )
     assert told({"job": {"there": 1}}).endswith("did you mean 'job.second.there'?")
     assert told({"seed": 1}) == "unknown key 'seed'; did you mean 'job.seed'?"
+
+
+@pytest.mark.parametrize("name", ["--measured", "My job", "-x"])
+def test_a_name_that_a_job_cannot_have_is_told_what_it_may_be(name: str) -> None:
+    document = {"name": name, "model": "m/m", "steps": 1, "data": {"train": "x"}}
+    with pytest.raises(BadRequest) as caught:
+        parse_job(document | {"rewards": [{"grader": "math"}]})
+    assert caught.value.detail.endswith(
+        f"'name': got {name!r}; expected 1 to 63 of a-z, 0-9, _ and -, beginning with a letter or "
+        "a digit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "owner"), [("actor_rollout_ref", "verl"), ("algorithm", "verl"), ("ds", "OpenRLHF")]
+)
+def test_a_section_of_another_trainer_names_the_command_that_translates_it(
+    section: str, owner: str
+) -> None:
+    document = {"name": "a", "model": "m/m", "steps": 1, "data": {"train": "x"}}
+    with pytest.raises(BadRequest) as caught:
+        parse_job(document | {"rewards": [{"grader": "math"}], section: {"x": 1}})
+    assert caught.value.detail == (
+        f"job: unknown key {section!r}; that is a section of {owner}: `hone import FILE` makes a "
+        "job of it"
+    )

@@ -70,7 +70,7 @@ def test_on_a_cpu_both_are_in_the_hosts_memory() -> None:
     assert plan.placement.kind == "cpu" and plan.placement.time is None
     sampler = plan.placement.sampler
     assert plan.placement.sampler_room_gib == sampler.weights_gib + sampler.overhead_gib + 1
-    assert "no rates are known of cpu, so the time of a step is not estimated" in plan.notes
+    assert "the time of a step is not estimated: there are no rates for cpu" in plan.notes
 
 
 def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:

@@ -189,19 +189,23 @@ def test_the_run_folder_keeps_the_job_and_the_first_reason(tmp_path):
 @pytest.mark.parametrize(
     ("exit_codes", "sentence"),
     [
-        ({0: 1, 1: -9}, "rank 5 was killed by SIGKILL, as the kernel does when memory runs out"),
-        ({0: -15, 1: -11}, "rank 5 was killed by SIGSEGV"),
+        (
+            {0: 1, 1: -9},
+            "rank 5 was killed by SIGKILL (signal 9), probably because memory ran out (peak of a "
+            "rank: 1.5 GiB)",
+        ),
+        ({0: -15, 1: -11}, "rank 5 was killed by SIGSEGV (signal 11)"),
         ({0: -15, 1: 3}, "rank 5 ended with exit code 3"),
         ({0: 143, 1: 3}, "rank 5 ended with exit code 3"),
         ({0: 143, 1: -15}, "rank 4 was ended by SIGTERM"),
-        ({1: -15, 2: 143}, "rank 5 was killed by SIGTERM"),
+        ({1: -15, 2: 143}, "rank 5 was killed by SIGTERM (signal 15)"),
     ],
 )
 def test_the_rank_that_died_first_is_named_and_not_those_that_died_of_it(exit_codes, sentence):
     failures = {
         rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in exit_codes.items()
     }
-    assert describe(failures, first_rank=4) == sentence
+    assert describe(failures, first_rank=4, peak_bytes=3 * 2**29) == sentence
 
 
 def test_rank_0_that_is_asked_to_end_does_not_end_as_if_it_were_done(monkeypatch):

@@ -96,6 +96,11 @@ def test_dropout_is_off_until_it_is_turned_on(folder):
 @pytest.mark.parametrize(
     ("targets", "sentence"),
     [
+        (
+            ("q_proj", "nope"),
+            "lora.target_modules names 'nope', and the model has no such layer; expected names of "
+            "its layers",
+        ),
         (("no_such_layer",), r"lora.target_modules is \('no_such_layer',\)"),
         (
             ("embed_tokens",),

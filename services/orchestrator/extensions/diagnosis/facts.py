@@ -201,7 +201,9 @@ def of_batch(batch: Batch, text: str, *values: float) -> Evidence:
 
 
 def percent(share: float) -> str:
-    """Returns a share for people: "31 %"; below 1 % with one digit more."""
+    """Returns a share for people: "31%"; below 1 % with one digit more. Only all are "100%"."""
+    if 0.995 <= share < 1:
+        return "over 99%"
     return f"{share:.0%}" if share >= 0.01 or not share else f"{share:.1%}"
 
 
@@ -238,6 +240,7 @@ def record_of(found: FoundRun, job: Job) -> JobRecord:
         id=found.id,
         name=job.name,
         model=job.model,
+        learning_rate=job.learning_rate if job.trains else None,
         created_at=found.created_at,
         finished_at=found.finished_at,
         step=found.step,

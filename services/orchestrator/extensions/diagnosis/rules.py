@@ -4,6 +4,7 @@ of data, a metric and the condition that its last steps meet."""
 from __future__ import annotations
 
 import functools
+import statistics
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from services.orchestrator.extensions.diagnosis.facts import WINDOW, RunSnapshot
 from shared.job import Job
 from shared.wire import Evidence, Finding
 from shared.wire.jobs import FindingCode, FindingLevel
+
+NEWEST = 3
+"""Steps at the end whose median has to show a finding too: one odd step does not end it."""
 
 OneLine = Annotated[str, BeforeValidator(lambda text: " ".join(text.split()))]
 
@@ -93,7 +97,8 @@ class Reading:
 
     @property
     def share(self) -> str:
-        return percent(self.value)
+        """The share in all of the last steps together: their median may be 1 where it is less."""
+        return percent(statistics.fmean(self.last.values))
 
     def now(self, metric: str) -> float:
         """Returns the median of another metric's last steps; NaN of none."""
@@ -114,10 +119,11 @@ def below(threshold: float) -> Holds:
 
 @dataclass(frozen=True)
 class Rule:
-    """Finds that `holds` is true of the median of a metric's last `window` steps, in a run with at
-    least `min_steps` of them and for which `when` is true. `metric` may be a function that makes
-    the series. It is a problem if the median is `problem_from` or more. The sentences come from the
-    first of `cases` that is true, else `name`; their values are the reading `m`, its `job`,
+    """Finds that `holds` is true of the median of a metric's last `window` steps, and of its last
+    NEWEST ones, so that what is over is not reported, in a run with at least `min_steps` of them
+    and for which `when` is true. `metric` may be a function that makes the series. It is a problem
+    if the median is `problem_from` or more. The sentences come from the first of `cases` that is
+    true, else `name`; their values are the reading `m`, its `job`,
     and `values`. `also` is further evidence: metrics, or what a function returns."""
 
     name: str
@@ -134,7 +140,10 @@ class Rule:
     def __call__(self, run: RunSnapshot) -> Iterator[Finding]:
         series = run.of(self.metric) if isinstance(self.metric, str) else self.metric(run)
         m = Reading(run, series, series.last(self.window))
-        if len(series) < self.min_steps or not self.holds(m, m.value) or not self.when(m):
+        newest = series.last(min(self.window, NEWEST))
+        if len(series) < self.min_steps or not self.holds(m, m.value):
+            return
+        if not self.holds(m, newest.median) or not self.when(m):
             return
         evidence: list[Series | Evidence] = [series]
         for each in self.also:

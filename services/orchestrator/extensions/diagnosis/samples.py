@@ -11,16 +11,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
+    WINDOW,
     HeldOut,
     RunSnapshot,
     of_batch,
     percent,
 )
 from services.orchestrator.extensions.diagnosis.reward_hacking import reward_hacks
-from services.orchestrator.extensions.diagnosis.rules import Reading, Rule, at_least, finding
-from services.orchestrator.extensions.diagnosis.training import reward_fell
+from services.orchestrator.extensions.diagnosis.rules import (
+    NEWEST,
+    Reading,
+    Rule,
+    at_least,
+    finding,
+)
+from services.orchestrator.extensions.diagnosis.training import reward_fell, steps_skipped
+from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import metric_prefix
-from services.orchestrator.grpo.metrics import PASSES
+from services.orchestrator.grpo.metrics import CANARY_CHANGE, PASSES
 from shared.job import RewardSpec
 from shared.wire import Batch, EvaluationReport, Evidence, Finding, Score
 
@@ -106,6 +114,27 @@ no_signal = Rule(
         "hacks": _hacks(m),
     },
 )
+
+
+def no_update(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that no step of the run has changed a weight, unless another finding says why. The
+    first step or two may be without signal by chance."""
+    rows = [row for row in run.rows if row.step >= 1]
+    reasons = Counter(row.why_unchanged for row in rows)
+    canary = run.of(CANARY_CHANGE)
+    same = bool(canary) and not any(canary.values)
+    if (
+        len(rows) < max(min(NEWEST, run.job.steps), 1)
+        or (reasons[""] and not same)
+        or any(no_signal(run))
+        or any(steps_skipped(run))
+    ):
+        return
+    why, _ = reasons.most_common(1)[0]
+    evidence = [run.of(each) for each in ("num_examples", "reward", "learning_rate")]
+    values = {"num": len(rows), "why": why or "each update was rounded away"}
+    name = "no_update/flat" if run.of("num_examples").last().median == 0 else "no_update"
+    yield finding(name, rows[0].step, [*evidence, canary], **values)
 
 
 def reward_constant(run: RunSnapshot) -> Iterator[Finding]:
@@ -309,6 +338,25 @@ def _cannot_compare(report: EvaluationReport) -> Iterator[Finding]:
                 other=of_set.models[0].name,
                 found=found,
             )
+
+
+def too_few_steps(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that the run has too few steps for most findings, so that none is no all-clear."""
+    rewards = run.of("reward")
+    if 0 < len(rewards) < FEWEST:
+        yield finding(
+            "too_few_steps", None, [rewards], num=len(rewards), fewest=FEWEST, compared=2 * WINDOW
+        )
+
+
+def own_reward(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that a run is judged by nothing but the job's own reward code, once it earns."""
+    rewards = run.of("reward")
+    graders = [reward for reward in outcomes(run.job) if reward.weight > 0]
+    is_own = bool(graders) and all(reward.source is not None for reward in graders)
+    if is_own and len(rewards) >= FEWEST and rewards.last().median > 0:
+        labels = ", ".join(repr(reward.label) for reward in graders)
+        yield finding("own_reward", None, [rewards], labels=labels)
 
 
 def evaluation_ignored(run: RunSnapshot) -> Iterator[Finding]:

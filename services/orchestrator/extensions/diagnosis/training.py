@@ -88,7 +88,7 @@ def steps_skipped(run: RunSnapshot) -> Iterator[Finding]:
 def updates(run: RunSnapshot) -> Iterator[Finding]:
     """Yields what the size of updates says of the learning rate: too large or too small. Steps
     without signal change nothing, and are left out."""
-    leaps = run.of(CANARY_CHANGE).kept(lambda _, value: value >= LEAP_NATS)
+    leaps = beyond_rounding(run).kept(lambda _, value: value >= LEAP_NATS)
     several = run.job.training.epochs * run.job.training.minibatches > 1
     name = "updates_too_large/passes" if several else "updates_too_large"
     for metric, most, unit in TOO_LARGE if not leaps else ((CANARY_CHANGE, LEAP_NATS, MOVED),):
@@ -103,7 +103,30 @@ def updates(run: RunSnapshot) -> Iterator[Finding]:
 
 
 def _with_updates(run: RunSnapshot, metric: str) -> Series:
-    return run.of(metric).kept(lambda _, value: bool(value))
+    series = beyond_rounding(run) if metric == CANARY_CHANGE else run.of(metric)
+    updated = {step for step, value in run.of(metric) if value}
+    return series.kept(lambda step, _: step in updated)
+
+
+def beyond_rounding(run: RunSnapshot) -> Series:
+    """Returns `canary_change` without what rounding makes of it: the root of the difference of the
+    squares, since the two are independent. In 16 bits rounding alone moves the canary by a tenth of
+    a nat, so that the same update would seem ten times as large as in 32."""
+    rounding = _rounding(run)
+    series = run.of(CANARY_CHANGE)
+    values = [
+        math.sqrt(max(value**2 - rounding.get(step, 0.0) ** 2, 0.0)) for step, value in series
+    ]
+    return Series(CANARY_CHANGE, series.steps, tuple(values))
+
+
+def _rounding(run: RunSnapshot) -> dict[int, float]:
+    """Returns by step how far rounding alone may have moved the canary, where it is known."""
+    return {sync["version"]: sync.get("canary_rounding") or 0.0 for sync in run.syncs}
+
+
+def _is_rounding(m: Reading) -> bool:
+    return any(_rounding(m.run).get(step) for step in m.last.steps)
 
 
 def _stays(m: Reading) -> bool:
@@ -125,9 +148,9 @@ updates_too_small = Rule(
     lambda run: _with_updates(run, CANARY_CHANGE),
     below(1e-4),  # nats: a hundred steps change a probability by 1 %
     when=_stays,
-    cases={"updates_too_small/decayed": _has_decayed},
+    cases={"updates_too_small/rounded": _is_rounding, "updates_too_small/decayed": _has_decayed},
     also=["reward"],
-    values=lambda m: {"reward": m.now("reward")},
+    values=lambda m: {"reward": m.now("reward"), "moved": m.now(CANARY_CHANGE)},
 )
 
 

@@ -35,6 +35,9 @@ CONNECT_S = 5.0
 MODELS_S = 10.0
 """Seconds for a sampler to list its models."""
 
+POLICY, CALLED = "policy", "called"
+"""What a sampler calls the weights in training, and the field of a model that it calls so."""
+
 ANSWER_S = 600.0
 """Longest silence in an answer."""
 
@@ -123,7 +126,9 @@ class Calls:
     async def pass_on(self, request: Request) -> Response:
         body = await request.body()
         name = _model(body)
-        url = await self._sampler_of(name)
+        url, model = await self._sampler_of(name)
+        if called := (model.model_extra or {}).get(CALLED):
+            body = json.dumps(json.loads(body) | {"model": called}).encode()
         async with contextlib.AsyncExitStack() as unless_answered:
             http = await unless_answered.enter_async_context(self._client(url))
             headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
@@ -142,13 +147,15 @@ class Calls:
             background=BackgroundTask(stack.aclose),  # closes an answer that no one began to read
         )
 
-    async def _sampler_of(self, name: str) -> str:
-        """Returns the first sampler to answer that it has the model. So a hanging sampler holds up
-        no call, and busy samplers get fewer calls."""
+    async def _sampler_of(self, name: str) -> tuple[str, ServedModel]:
+        """Returns the first sampler to answer that it has the model, and the model. So a hanging
+        sampler holds up no call, and busy samplers get fewer calls."""
         async with contextlib.aclosing(self._answers()) as answers:
             async for url, models in answers:
-                if not isinstance(models, HoneError) and name in (model.id for model in models):
-                    return url
+                found = () if isinstance(models, HoneError) else models
+                for model in found:
+                    if model.id == name:
+                        return url, model
         raise _not_served(name, await self.served())
 
     async def _models(self, url: str) -> tuple[str, tuple[ServedModel, ...] | HoneError]:
@@ -156,9 +163,10 @@ class Calls:
         try:
             async with self._client(url) as http:
                 answer = await http.get("/v1/models", timeout=MODELS_S)
-            if answer.status_code != 200:
-                return url, _problem(answer, url)
-            return url, ServedModelList.model_validate_json(answer.content).data
+                if answer.status_code != 200:
+                    return url, _problem(answer, url)
+                models = ServedModelList.model_validate_json(answer.content).data
+                return url, models + await _by_job(http, models)
         except (httpx.HTTPError, ValueError) as error:
             get_logger().warning(
                 "a sampler does not say what it serves", url=url, reason=repr(error)
@@ -177,6 +185,18 @@ class Calls:
         )
 
 
+async def _by_job(
+    http: httpx.AsyncClient, models: tuple[ServedModel, ...]
+) -> tuple[ServedModel, ...]:
+    """Returns the job whose own weights serve as `policy`, as a model that is called by its id."""
+    known = {model.id for model in models}
+    if POLICY not in known:
+        return ()
+    answer = await http.get("/weights", timeout=MODELS_S)
+    job = answer.json().get("job_id") if answer.status_code == 200 else None
+    return () if job is None or job in known else (ServedModel(id=job, **{CALLED: POLICY}),)
+
+
 def _problem(answer: httpx.Response, url: str) -> HoneError:
     try:
         document = answer.json()
@@ -189,9 +209,9 @@ def _problem(answer: httpx.Response, url: str) -> HoneError:
 def _not_served(name: str, served: Iterable[str]) -> NotFound:
     names = ", ".join(map(repr, sorted(served)))
     return NotFound(
-        f"model {name!r:.200} is not served now; expected one of {names}. A job's model is called "
-        "by its id while a sampler keeps its adapter; its checkpoint is listed by "
-        "GET /v1/jobs/<id>/checkpoints"
+        f"model {name!r:.200} is not served now; expected one of {names}, where 'policy' is the "
+        "weights that serve now. A job's model is called by its id while a sampler has its weights "
+        "or adapter; its checkpoint is listed by GET /v1/jobs/<id>/checkpoints"
     )
 
 

@@ -1,7 +1,7 @@
 /** A chart: uPlot in a card with its legend, its meaning, and files of what it shows. */
 
 import { html, uPlot, useEffect, useRef, useState } from "./lib.js";
-import { csv, smoothed } from "./series.js";
+import { csv, isZero, smoothed } from "./series.js";
 import { number, duration } from "./text.js";
 import { meaningOf } from "./meanings.js";
 import { download } from "./files.js";
@@ -64,6 +64,7 @@ function prepared(lines, smoothing) {
     series.push({ ...look, ...(line.dash ? { dash: [5, 4] } : {}) });
     if (line.fill) {
       const below = index ? { band: true } : { fill: lineColour(line.colour, 0.45) };
+      if (index) series[series.length - 1].below = series.length - 1;
       if (below.band) bands.push({ series: [series.length, series.length - 1], fill: lineColour(line.colour, 0.45) });
       else series[series.length - 1].fill = below.fill;
     }
@@ -84,7 +85,7 @@ export function Chart({ title, lines, axis, smoothing = 0, sync, height = 190, o
   pick.current = onPick;
   const [big, setBig] = useState(false);
   const [asked, setAsked] = useState(false);
-  const shape = JSON.stringify([lines.map((line) => [line.label, line.colour, !!line.low, !!line.fill]), axis, smoothing > 0, big, height]);
+  const shape = JSON.stringify([lines.map((line) => [line.label, line.colour, !!line.low, !!line.fill]), isZero(lines), axis, smoothing > 0, big, height]);
   const shown = useRef(lines);
   shown.current = lines;
 
@@ -124,7 +125,7 @@ export function Chart({ title, lines, axis, smoothing = 0, sync, height = 190, o
   const metrics = [...new Set(lines.map((line) => line.metric ?? line.label))];
   return html`<section class=${`chart ${big ? "big" : ""} ${onPick ? "picks" : ""}`} aria-label=${`chart: ${title}`}>
     <header>
-      <h3>${title}</h3>
+      <h2>${title}</h2>
       <span class="tools">
         <button class="tool" title="what it means" aria-expanded=${asked} onClick=${() => setAsked(!asked)}>?</button>
         <button class="tool" title=${big ? "smaller" : "larger"} aria-label=${`${big ? "smaller" : "larger"}: ${title}`} onClick=${() => setBig(!big)}>${big ? "⤡" : "⤢"}</button>
@@ -134,9 +135,9 @@ export function Chart({ title, lines, axis, smoothing = 0, sync, height = 190, o
       </span>
     </header>
     ${asked && html`<dl class="meaning">${metrics.map((name) => html`<dt>${name}</dt><dd>${meaningOf(name)}</dd>`)}</dl>`}
-    ${lines.length
+    ${lines.length && !isZero(lines)
       ? html`<div class="plot" ref=${box} role="img" aria-label=${summary(title, lines, axis)}></div>`
-      : html`<p class="none">${note ?? "no values yet"}</p>`}
+      : html`<p class="none">${lines.length ? "0 at every step" : (note ?? "no values yet")}</p>`}
   </section>`;
 }
 
@@ -148,8 +149,9 @@ export function Chart({ title, lines, axis, smoothing = 0, sync, height = 190, o
  */
 function summary(title, lines, axis) {
   const told = lines.map((line) => {
-    const last = line.y.length - 1;
-    return `${line.label} from ${number(line.y[0])} to ${number(line.y[last])} at ${axis} ${shownX(axis, line.x[last])}`;
+    const values = line.own ?? line.y;
+    const last = values.length - 1;
+    return `${line.label} from ${number(values[0])} to ${number(values[last])} at ${axis} ${shownX(axis, line.x[last])}`;
   });
   return `${title}: ${told.join("; ")}`;
 }
@@ -170,7 +172,8 @@ function made(element, found, { axis, sync, height }) {
       height,
       series: [
         { label: axis === "time" ? "time" : axis, value: (/** @type {any} */ _, /** @type {number} */ value) => (value === null ? "–" : shownX(axis, value)) },
-        ...found.series.map((one) => ({ ...one, value: latest })),
+        ...found.series.map((one) => ({ ...one, value: (/** @type {any} */ chart, /** @type {number | null} */ value, /** @type {number} */ line, /** @type {number | null} */ index) =>
+          latest(chart, value, line, index, one.below) })),
       ],
       bands: found.bands,
       scales: { x: { time: false }, y: { range: rangeOf } },
@@ -197,16 +200,19 @@ function showLast(chart) {
 }
 
 /**
- * Returns the value of a line in the legend; where it has none, the one before.
+ * Returns the value of a line in the legend; where it has none, the one before. Of a stacked line
+ * it is its own value, without the line `below`.
  * @param {any} chart
  * @param {number | null} value
  * @param {number} line
  * @param {number | null} index
+ * @param {number} [below]
  */
-function latest(chart, value, line, index) {
-  let found = value;
-  for (let at = index ?? -1; at >= 0 && (found === null || found === undefined); at -= 1) found = chart.data[line][at];
-  return number(found, 4);
+function latest(chart, value, line, index, below) {
+  /** @param {number} at */
+  const lastOf = (at) => chart.data[at].slice(0, (index ?? -1) + 1).findLast((/** @type {number | null} */ one) => one !== null && one !== undefined);
+  const found = lastOf(line) ?? value;
+  return number(found === null || found === undefined ? found : found - (below ? (lastOf(below) ?? 0) : 0), 4);
 }
 
 /**
@@ -295,7 +301,7 @@ function savePng(chart, title, lines) {
  */
 export function Sparkline({ values, label }) {
   const shown = /** @type {number[]} */ (values.filter((value) => value !== null && value !== undefined));
-  if (shown.length < 2) return html`<span class="spark none" aria-label=${`${label}: no values`}></span>`;
+  if (shown.length < 2) return html`<span class="spark none" role="img" aria-label=${`${label}: no values`}></span>`;
   const [low, high] = [Math.min(...shown), Math.max(...shown)];
   const path = shown.map((value, index) => {
     const x = 1 + (index / (shown.length - 1)) * 78;

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useState } from "./lib.js";
 import { Chart } from "./chart.js";
-import { AXES, lineOf, stacked, withRates } from "./series.js";
+import { AXES, RATES, lineOf, stacked, withRates } from "./series.js";
 import { entryOf, meaningOf } from "./meanings.js";
 import { link, useChoice } from "./state.js";
 
@@ -84,7 +84,7 @@ export function Charts({ run }) {
     { title: "reward", lines: rewardLines(series, axis) },
     ...STANDARD.map(([title, metrics]) => ({ title, lines: linesOf(series, axis, metrics) })),
     { title: "seconds of a step", lines: stageLines(series, axis) },
-    { title: "tokens per second", lines: linesOf(series, axis, ["tokens per second"]) },
+    { title: "tokens per second", lines: linesOf(series, axis, RATES) },
     { title: "cost", lines: linesOf(series, axis, ["total/cost"]) },
   ].filter(({ lines, title }) => lines.length || title === "reward"), [series, axis]);
   const own = added.map((title) => ({ title, lines: linesOf(series, axis, title.split(" + ")) }));

@@ -6,7 +6,7 @@ import { Chart } from "./chart.js";
 import { AddMetric, AxisChoice } from "./charts.js";
 import { hasEnded } from "./live.js";
 import { ENDLESS, Fault, Status } from "./parts.js";
-import { lineOf, withRates } from "./series.js";
+import { differences, lineOf, withRates } from "./series.js";
 import { link, useChoice, useRepeated } from "./state.js";
 import { number, visible } from "./text.js";
 
@@ -51,6 +51,7 @@ export function Compare({ ids }) {
     <div class="charts even">${charts.map(({ metric, lines }) => html`<${Chart} key=${metric} title=${metric} lines=${lines} axis=${axis} smoothing=${smoothing} sync="compared" height=${230}
       note="none of these jobs has it" onRemove=${() => setMetrics(metrics.filter((one) => one !== metric))} />`)}</div>
     <${Last} jobs=${jobs} labels=${labels} metrics=${metrics} />
+    <${Configuration} jobs=${jobs} labels=${labels} />
   </main>`;
 }
 
@@ -68,4 +69,19 @@ function Last({ jobs, labels, metrics }) {
   return html`<div class="scrolls"><table><thead><tr><th>job</th><th>status</th><th>steps</th>${metrics.map((name) => html`<th>${name}</th>`)}</tr></thead>
     <tbody>${jobs.map((job, index) => html`<tr><td><a href=${link(["jobs", job.record.id])}>${visible(labels[index])}</a></td><td><${Status} status=${job.record.status} /></td>
       <td>${job.record.step}${job.record.steps === ENDLESS ? "" : `/${job.record.steps}`}</td>${metrics.map((name) => html`<td>${number(last(job, name), 4)}</td>`)}</tr>`)}</tbody></table></div>`;
+}
+
+/** Keys that two jobs rarely share, and that say nothing of what was learned. */
+const OF_ITS_OWN = /^(?:name|metadata|request)(?:\.|$)/;
+
+/**
+ * What the jobs were asked for where they differ: a row for each key.
+ * @param {{jobs: any[], labels: string[]}} props
+ */
+function Configuration({ jobs, labels }) {
+  const rows = differences(jobs.map((job) => job.record.job)).filter(([key]) => !OF_ITS_OWN.test(key));
+  const shown = (/** @type {unknown} */ value) => (value === undefined || value === null ? "–" : visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 120));
+  return html`<h2>How they differ</h2>${rows.length ? html`<div class="scrolls"><table><thead><tr><th>key</th>${labels.map((label) => html`<th>${visible(label)}</th>`)}</tr></thead>
+    <tbody>${rows.map(([key, values]) => html`<tr><td><code>${key}</code></td>${values.map((value) => html`<td>${shown(value)}</td>`)}</tr>`)}</tbody></table></div>`
+    : html`<p class="none">these jobs have the same configuration</p>`}`;
 }

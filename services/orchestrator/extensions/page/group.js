@@ -66,7 +66,7 @@ function Completion({ rollout, index, colour, search }) {
     ${colour !== "text" && tokens ? html`<${Tokens} tokens=${tokens} by=${colour} />`
       : detail?.messages?.length ? html`<${Conversation} messages=${detail.messages} search=${search} />`
       : html`<div class="body"><${Text} text=${rollout.completion} marked=${search} /></div>`}
-    ${rollout.forked.map((/** @type {string} */ why) => html`<p class="hint">its history was written anew: ${visible(why)}</p>`)}
+    ${rollout.forked.map((/** @type {string} */ why) => html`<p class="hint">its history was rewritten: ${visible(why)}</p>`)}
     <${Parts} parts=${rollout.parts} />
   </article>`;
 }

@@ -95,7 +95,7 @@ function JobRow({ job, isChosen, onChoose }) {
   const where = job.place ? `place ${job.place} in the queue` : job.waits ?? job.doing ?? job.stopped ?? job.error ?? "";
   return html`<div class="job">
     <label class="choose"><input type="checkbox" checked=${isChosen} onChange=${onChoose} aria-label=${`compare ${job.name}`} /></label>
-    <a class="name" href=${link(["jobs", job.id])}><strong><bdi>${visible(job.name)}</bdi></strong><small><bdi>${visible(job.model)}</bdi></small></a>
+    <a class="name" href=${link(["jobs", job.id])}><strong><bdi>${visible(job.name)}</bdi></strong><small><bdi>${visible(job.model)}</bdi>${job.learning_rate === null || job.learning_rate === undefined ? "" : `, learning rate ${number(job.learning_rate)}`}</small></a>
     <span><${Status} status=${job.status} /><small title=${where}>${visible(where)}</small></span>
     <${Progress} value=${job.step} of=${job.steps} />
     <span class="number">${number(job.reward)}</span>

@@ -25,7 +25,8 @@ export function entryOf(metric) {
 /** @param {string} metric */
 export function meaningOf(metric) {
   const found = entryOf(metric);
-  if (metric === "tokens per second") return "num_tokens over time/step: what the step trained on, over all of its time.";
+  if (metric === "trained tokens per second") return "num_tokens over time/step: what the step trained on, over all of its time.";
+  if (metric === "sampled tokens per second") return "What total/tokens grew by, over time/step: what was sampled for the step, over all of its time.";
   if (!found) return "a metric of the job's own";
   return found.unit ? `${found.means} (${found.unit})` : found.means;
 }

@@ -12,8 +12,9 @@
  * @typedef {{
  *   label: string, metric?: string, colour: number, x: number[], y: (number | null)[], steps: number[],
  *   low?: (number | null)[], high?: (number | null)[], points?: boolean, dash?: boolean, fill?: boolean,
- *   unit?: string,
+ *   unit?: string, own?: (number | null)[],
  * }} Line
+ * `own` are a stacked line's values without the lines below it.
  */
 
 /** The columns that the axes need. */
@@ -95,19 +96,53 @@ export function lineOf(series, axis, metric, look = {}) {
   };
 }
 
+/** The rates that `withRates` adds. */
+export const RATES = ["sampled tokens per second", "trained tokens per second"];
+
 /**
- * Returns the tokens per second of each step.
+ * Returns the series with the tokens per second of each step: sampled and trained ones, each over
+ * all of the step's time. How many were sampled is known of steps whose step before is loaded too.
  * @param {Series} series
  */
 export function withRates(series) {
-  const tokens = series.columns.num_tokens;
   const seconds = series.columns["time/step"];
-  if (!tokens || !seconds) return series;
-  const rate = tokens.map((value, index) => {
-    const time_s = seconds[index];
-    return value === null || !time_s ? null : value / time_s;
+  if (!seconds) return series;
+  const sums = series.columns["total/tokens"] ?? [];
+  const sampled = series.steps.map((step, index) => {
+    const before = step === 1 ? 0 : series.steps[index - 1] === step - 1 ? (sums[index - 1] ?? null) : null;
+    const now = sums[index] ?? null;
+    return now === null || before === null ? null : now - before;
   });
-  return { ...series, columns: { ...series.columns, "tokens per second": rate } };
+  const of = [sampled, series.columns.num_tokens ?? []];
+  const rates = of.map((tokens) => seconds.map((time_s, index) => {
+    const count = tokens[index] ?? null;
+    return count === null || !time_s ? null : count / time_s;
+  }));
+  return { ...series, columns: { ...series.columns, [RATES[0]]: rates[0], [RATES[1]]: rates[1] } };
+}
+
+/**
+ * Returns whether every value of the lines is 0, of which a chart would show nothing.
+ * @param {Line[]} lines
+ */
+export function isZero(lines) {
+  return lines.length > 0 && lines.every((line) => line.y.every((value) => value === 0 || value === null));
+}
+
+/**
+ * Returns the keys of the documents in which they differ, with the value of each, such as
+ * `training.learning_rate`. A key that one lacks is undefined there.
+ * @param {Record<string, any>[]} documents
+ * @returns {[string, unknown[]][]}
+ */
+export function differences(documents) {
+  /** @param {any} value @param {string} at @returns {[string, unknown][]} */
+  const flat = (value, at) => (value !== null && typeof value === "object" && !Array.isArray(value)
+    ? Object.entries(value).flatMap(([key, inner]) => flat(inner, at ? `${at}.${key}` : key)) : [[at, value]]);
+  const all = documents.map((document) => new Map(flat(document, "")));
+  const keys = [...new Set(all.flatMap((one) => [...one.keys()]))].sort();
+  return keys.map((key) => /** @type {[string, unknown[]]} */ ([key, all.map((one) => one.get(key))]))
+    .filter(([, values]) => new Set(values.map((value) => JSON.stringify(value))).size > 1);
 }
 
 /**
@@ -119,6 +154,7 @@ export function stacked(lines) {
   return lines.map((line) => ({
     ...line,
     fill: true,
+    own: line.y,
     y: line.y.map((value, index) => {
       const sum = (total.get(line.x[index]) ?? 0) + (value ?? 0);
       total.set(line.x[index], sum);
@@ -135,7 +171,7 @@ export function stacked(lines) {
 export function csv(lines, axis) {
   /** @param {string} text */
   const cell = (text) => (/[",\n]|^[=+\-@]/.test(text) && Number.isNaN(Number(text)) ? `"${text.replaceAll('"', '""')}"` : text);
-  const at = lines.map((line) => new Map(line.x.map((x, index) => [x, line.y[index]])));
+  const at = lines.map((line) => new Map(line.x.map((x, index) => [x, (line.own ?? line.y)[index]])));
   const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   const rows = xs.map((x) => [x, ...at.map((values) => values.get(x) ?? "")]);
   const head = [axis, ...lines.map((line) => line.label)];

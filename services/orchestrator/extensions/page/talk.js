@@ -46,7 +46,7 @@ export function Talk({ run }) {
   return html`<div class="talk">
     <${Fault} error=${error} />
     ${!models && html`<p class="none">looking for a sampler that has the job's weights</p>`}
-    ${models && !models.length && html`<p class="none">no sampler has this job's weights now${checkpoint ? html`; the checkpoint of step ${checkpoint.step} can be served anywhere: <code>vllm serve ${visible(checkpoint.path)}</code>` : ""}</p>`}
+    ${models && !models.length && html`<p class="none">no sampler has this job's weights now${checkpoint ? html`; the checkpoint of step ${checkpoint.step} can be served anywhere: <code>vllm serve ${visible(checkpoint.path)}${run.record?.summary?.dtype ? ` --dtype ${run.record.summary.dtype}` : ""}</code>` : ""}</p>`}
     ${models && models.length > 0 && isChat !== null && html`<${Box} models=${models} isChat=${isChat} setChat=${setChat} most=${run.record.job.sampling.max_tokens} />`}
   </div>`;
 }

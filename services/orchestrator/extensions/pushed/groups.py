@@ -164,7 +164,7 @@ def _check(where: str, rollout: PushedRollout, num_prompt: int, model: Model) ->
     if model.window is not None and num_prompt + length > model.window:
         raise BadRequest(
             f"{where}, token_ids: got {length} after a prompt of {num_prompt}; expected at most "
-            f"{model.window} together, which the model holds"
+            f"{model.window} together (the model's own limit, or the job's max_model_len)"
         )
     _check_ids(f"{where}, token_ids", rollout.token_ids, model)
     for name in COLUMNS:
