@@ -42,6 +42,7 @@ class Gate:
 
 
 async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Stack) -> None:
+    stack.fakes.remembers_jobs = True
     gate = Gate(stack.fakes, "train_step", 4)
     first = (await stack.submit()).id
     await gate.reached.wait()

@@ -76,7 +76,12 @@ def test_what_is_started_again_is_said(
     supervisor._restart_the_dead()
     said = json.loads(capsys.readouterr().out)
     assert said.pop("time") > 0
-    assert said == {"event": "restarted", "service": "it", "exit_code": 3}
+    assert said == {
+        "event": "restarted",
+        "service": "it",
+        "exit_code": 3,
+        "reason": "ended with exit code 3",
+    }
 
 
 def test_a_full_disk_under_the_log_ends_no_stack(

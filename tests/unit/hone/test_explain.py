@@ -42,7 +42,7 @@ def test_json_has_the_same() -> None:
     assert found == {
         "key": "model_revision",
         "type": "text",
-        "bounds": "",
+        "bounds": "at most 4096 characters",
         "default": None,
         "required": False,
         "fields": [],

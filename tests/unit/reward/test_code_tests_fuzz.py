@@ -93,7 +93,7 @@ def test_5000_texts_are_read_and_none_takes_long() -> None:
         program = program_of(text, tests[number % len(tests)].fit)
         longest_s = max(longest_s, time.thread_time() - start_s)
         assert program in programs and programs
-    assert longest_s < 0.25
+    assert longest_s < 2.0  # of processor time; what grows with the square takes minutes
 
 
 async def no_text_earns(tools: GraderTools, count: int, seed: int) -> Counter[str]:
