@@ -6,7 +6,7 @@
 let meanings = [];
 
 export async function loadMeanings() {
-  const response = await fetch("extensions/page/meanings.json");
+  const response = await fetch("page/meanings.json");
   if (response.ok) meanings = await response.json();
 }
 
