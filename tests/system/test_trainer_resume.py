@@ -70,9 +70,9 @@ def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(
         6,
         restarts + 1,
     )
-    assert (
-        state.last_failure
-        == f"rank {ranks - 1} was killed by SIGKILL, as the kernel does when memory runs out"
+    failure = state.last_failure or ""
+    assert failure.startswith(
+        f"rank {ranks - 1} was killed by SIGKILL (signal 9), probably because memory ran out"
     )
     untold = {"logprobs": Logprobs(), "entropies": Logprobs()}
     assert service.step("killed", 6, batches[0]) == before[5].model_copy(update=untold), (
