@@ -91,21 +91,43 @@ async def test_a_job_that_an_operator_stops_ends_with_a_checkpoint_of_the_traine
     assert [row.step for row in stack.folder(job_id).metrics()] == list(range(4))
 
 
-async def test_a_job_is_stopped_without_a_checkpoint_where_the_trainer_cannot_write_one(
+@pytest.mark.parametrize(
+    ("error", "of_the_trainer", "said"),
+    [
+        (Unavailable("the disk is full"), True, "the disk is full"),
+        (Conflict("got step 3, expected 4", code="out_of_order"), True, "expected 4"),
+        (OSError(28, "No space left on device"), False, "No space left on device"),
+    ],
+)
+async def test_a_job_is_stopped_without_a_checkpoint_where_none_can_be_written(
     stack: Stack,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    of_the_trainer: bool,
+    said: str,
 ) -> None:
     async def fail(body: Any) -> None:
-        raise Unavailable("the disk is full")
+        raise error
+
+    def fail_on_disk(*_: Any) -> None:
+        raise error
 
     gate = Gate(stack.fakes, "train_step", 4)
-    stack.fakes.fault["checkpoint"] = fail
+    if of_the_trainer:
+        stack.fakes.fault["checkpoint"] = fail
     job_id = (await stack.submit()).id
     await gate.reached.wait()
+    if not of_the_trainer:
+        monkeypatch.setattr(RunFolder, "prune_batches", fail_on_disk)
     await stack.post(f"{job_id}/pause")
     assert (await stack.until(job_id, "paused")).error == "paused on request"
     warned = [event.message for event in await stack.events(job_id) if event.level == "warning"]
-    assert any("no checkpoint was written: " in one and "disk is full" in one for one in warned)
+    assert any("no checkpoint was written: " in one and said in one for one in warned)
     gate.open()
+    monkeypatch.undo()
+    stack.fakes.fault.clear()
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded", "the worker still takes jobs"
 
 
 @pytest.mark.parametrize(

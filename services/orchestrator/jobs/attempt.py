@@ -136,17 +136,21 @@ class Attempt:
         self.status.begin("writing a checkpoint", "the job stops, as was asked for")
         trainer = self._services.trainer
         try:
-            for _ in range(CHECKPOINT_TRIES):
+            for tries_left in reversed(range(CHECKPOINT_TRIES)):
                 state = await trainer.state(STATE_DEADLINE_S)
                 if state.step == 0 or state.job_id != self._record.id:
                     return
-                with contextlib.suppress(Conflict):  # a step that was under way is done now
+                try:
                     await self._after.checkpoint(state.step)
                     return
-        except HoneError as error:
+                except Conflict:  # a step that was under way is done now
+                    if not tries_left:
+                        raise
+        except (HoneError, OSError) as error:
+            why = error.detail if isinstance(error, HoneError) else error
             await self._journal.warn(
-                f"no checkpoint was written: {error.detail}; the steps since the newest one will "
-                "be trained again, from the batches on disk"
+                f"no checkpoint was written: {why}; the steps since the newest one will be trained "
+                "again, from the batches on disk"
             )
 
     async def close(self) -> None:
