@@ -3,7 +3,9 @@ model that this process has not seen, its folder is read first."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from pathlib import Path
 
 from services.orchestrator.extensions.tinker.log import OperationLog
@@ -26,6 +28,7 @@ class PendingQuota:
         self._lock = threading.Lock()
         self._pending: dict[str, dict[tuple[Path, str], int]] = {}  # bytes, by API key
         self._seen: set[tuple[str, Path]] = set()
+        self._counted_at: dict[str, float] = {}
 
     def check(self, key: str, log: OperationLog, name: str) -> None:
         """Raises Busy if too much of the key waits already, unless the operation `name` has come
@@ -35,9 +38,7 @@ class PendingQuota:
             if log.pending_bytes(name):
                 return
             if _is_full(pending):
-                for run, one in [*pending]:
-                    if not OperationLog(run).pending_bytes(one):
-                        del pending[run, one]
+                self._count_again(key, pending)
             if _is_full(pending):
                 raise Busy(
                     f"{len(pending)} operations and orders of samples wait to be done, which take "
@@ -45,6 +46,17 @@ class PendingQuota:
                     f"{MAX_PENDING_BYTES} bytes, of one API key: ask again when some are done",
                     retry_after_s=RETRY_AFTER_S,
                 )
+
+    def _count_again(self, key: str, pending: dict[tuple[Path, str], int]) -> None:
+        """Forgets what is done. Not at every request of a full key: it looks at thousands of files,
+        and others' requests wait meanwhile."""
+        now = time.monotonic()
+        if now < self._counted_at.get(key, -math.inf) + RETRY_AFTER_S:
+            return
+        self._counted_at[key] = now
+        for run, one in [*pending]:
+            if not OperationLog(run).pending_bytes(one):
+                del pending[run, one]
 
     def note(self, key: str, log: OperationLog, name: str) -> None:
         """Counts the operation or order, which has just come."""
