@@ -98,8 +98,8 @@ def own_jobs_of() -> str | None:
 
 
 def scope_key(key: str) -> str:
-    """Returns an idempotency key as it is kept: those of an API key that sees its own jobs alone
-    are its own."""
+    """Returns the stored form of an idempotency key, which differs for each API key that sees its
+    own jobs alone."""
     owner = own_jobs_of()
     return f"{owner}/{key}" if owner else key
 
@@ -183,9 +183,13 @@ class Gate:
             get_logger().exception("request failed", method=scope["method"], path=scope["path"])
             if status:  # the answer has begun, and breaks off
                 raise
-            asked = f"{scope['method']} {scope['path']:.200}"
-            bug = Failed(f"{asked}: {type(error).__name__}: {error!s:.300}", code="bug")
-            await problem(bug)(scope, receive, send_with_id)
+            # Its text may hold what the caller must not see, such as another's data or a path.
+            bug = (
+                f"{scope['method']} {scope['path']:.200}: internal error "
+                f"({type(error).__name__}); the service's log has the traceback, under this "
+                "answer's x-request-id"
+            )
+            await problem(Failed(bug, code="bug"))(scope, receive, send_with_id)
         finally:
             self._note_end(scope, status or 500, time.perf_counter() - start)
 
