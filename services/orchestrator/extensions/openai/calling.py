@@ -125,10 +125,10 @@ class Calls:
 
     async def pass_on(self, request: Request) -> Response:
         body = await request.body()
-        name = _model(body)
+        name = await rendering.parse_body(len(body), _model, body)
         url, model = await self._sampler_of(name)
         if called := (model.model_extra or {}).get(CALLED):
-            body = json.dumps(json.loads(body) | {"model": called}).encode()
+            body = await rendering.parse_body(len(body), _renamed, body, called)
         async with contextlib.AsyncExitStack() as unless_answered:
             http = await unless_answered.enter_async_context(self._client(url))
             headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
@@ -237,6 +237,10 @@ def _model(body: bytes) -> str:
     if not isinstance(name, str):
         raise BadRequest(f"'model' is {name!r:.80}; expected the name of a model")
     return name
+
+
+def _renamed(body: bytes, model: str) -> bytes:
+    return json.dumps(json.loads(body) | {"model": model}).encode()
 
 
 async def _bytes(
