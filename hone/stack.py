@@ -107,7 +107,7 @@ def is_alive(pid: int) -> bool:
     """Returns whether this user's process `pid` runs."""
     try:
         os.kill(pid, 0) if pid else None
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return bool(pid)
 

@@ -66,7 +66,8 @@ The sampler, on each of the t GPUs that a model is split over:
     cache         2 b L K D / t            for each token of prompt and completion
     overhead      M b (2 I / t + 4 H)      activations of M prompt tokens at a time
                   + S V (b + 8)            logits of S sequences, and their float32 log-probs
-                  + what CUDA, its graphs and NCCL take, which is assumed
+                  + what CUDA, its graphs and NCCL take, which is assumed; on a CPU what vLLM's
+                    process takes without a model
 
 Sources: ZeRO's stages are arXiv 1910.02054, section 3. Activations are counted as in arXiv
 2205.05198, section 4, for the layers that transformers runs: a gated MLP (4 I: two products, the

@@ -284,7 +284,7 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """Room for `limit` tokens of prompt and completion together, as `what` holds no more; the
+    """Room for `limit` tokens of prompt and completion together, the limit of `what`; the
     completion takes up to `max_tokens`, by the job's `key`. `overlong` is what the job does with
     longer prompts; `num_fitting` counts prompts that fit."""
 

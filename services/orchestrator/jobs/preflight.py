@@ -380,8 +380,8 @@ def probable_mistakes(job: Job) -> list[str]:
 
 
 MAX_RATE, MAX_BETA, MANY_STEPS = 0.01, 1.0, 1_000_000
-"""Values above which a job has probably a typing error: GRPO is done with learning rates of 1e-7 to
-1e-4 and a beta of 0 to 0.1, and a million steps take months."""
+"""Greater values are probably typing errors: GRPO takes learning rates of 1e-7 to 1e-4 and a beta
+of 0 to 0.1, and a million steps take months."""
 
 
 def extreme_values(job: Job) -> list[str]:

@@ -435,8 +435,8 @@ class Updater:
         epoch: int = 0,
     ) -> None:
         """Adds the gradient of a minibatch's loss: one forward and one backward pass for each
-        micro-batch. `last`: an optimizer step is next. Without a frozen pass the tokens' log-probs
-        are those of epoch 0."""
+        micro-batch. `last`: an optimizer step is next. Without a frozen pass, the metrics of tokens
+        come from epoch 0."""
         num = len(minibatch.micro_batches)
         try:
             set_dropout(self.policy, self.has_dropout)
