@@ -18,6 +18,8 @@ The trainer, on each rank:
       with k      m b H L, or m L a        kept of all layers, with and without checkpointing
       with a      b (4 I + 2 A D + 2 K D + 4 H) + 8 H
                   + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
+                  + (6 A + 4 K) D          on a CPU in bfloat16: attention in float32, which
+                                           processors without products of bfloat16 need
     logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
                   + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
                                            goes into it
@@ -156,13 +158,17 @@ class SamplerShape:
     device: str  # "gpu" or "cpu"
 
 
-def layer_bytes_per_token(model: Model, itemsize: int) -> int:
-    """Returns the bytes per token that one layer keeps for its backward pass: `a` above."""
+def layer_bytes_per_token(model: Model, itemsize: int, device: str) -> int:
+    """Returns the bytes per token that one layer keeps for its backward pass: `a` above. A row that
+    shares prefixes may keep its keys and values a second time; more are computed again."""
     heads = 2 * (model.heads + model.kv_heads) * model.head_size
     normed = (model.heads + model.kv_heads) * model.head_size if model.has_head_norms else 0
     copies = 2 * model.experts.per_token * model.hidden if model.experts else 0
     mlp = 4 * model.intermediate + copies
-    return itemsize * (mlp + heads + 4 * model.hidden + normed) + 8 * model.hidden + 4 * normed
+    in_float32 = (6 * model.heads + 4 * model.kv_heads) * model.head_size
+    in_model = itemsize * (mlp + heads + 4 * model.hidden + normed)
+    upcast = in_float32 if device == "cpu" and itemsize < 4 else 0
+    return in_model + 8 * model.hidden + 4 * normed + upcast
 
 
 def tokens_at_once(job: Job, longest: int = 0, step_tokens: int | None = None) -> int:
@@ -174,20 +180,22 @@ def tokens_at_once(job: Job, longest: int = 0, step_tokens: int | None = None) -
     return max(full, longest, job.sampling.max_tokens)
 
 
-def kept_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
+def kept_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     """Returns the bytes that all layers together keep of a micro-batch with so many tokens until
     its backward pass: `k` above."""
     checkpointed = job.memory.gradient_checkpointing
-    one = itemsize * model.hidden if checkpointed else layer_bytes_per_token(model, itemsize)
+    size = ranks.itemsize
+    one = size * model.hidden if checkpointed else layer_bytes_per_token(model, size, ranks.device)
     return tokens * model.num_layers * one
 
 
-def activation_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
+def activation_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     """Returns the peak of a micro-batch's activations for so many tokens, in bytes."""
     checkpointed = job.memory.gradient_checkpointing
-    again = layer_bytes_per_token(model, itemsize) if checkpointed else 0
-    in_layer = tokens * (again + 3 * itemsize * model.intermediate)
-    return kept_bytes(model, job, itemsize, tokens) + in_layer
+    size = ranks.itemsize
+    again = layer_bytes_per_token(model, size, ranks.device) if checkpointed else 0
+    in_layer = tokens * (again + 3 * size * model.intermediate)
+    return kept_bytes(model, job, ranks, tokens) + in_layer
 
 
 def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
@@ -205,8 +213,8 @@ def pass_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     bytes: in the last layer, or in the output head before it."""
     size, largest = ranks.itemsize, largest_trained(model, job)
     waits = model.is_tied or (job.memory.zero_stage == 2 and size < 4 and largest > MAX_BUCKET)
-    in_layer = activation_bytes(model, job, size, tokens) + (size * largest if waits else 0)
-    in_head = kept_bytes(model, job, size, tokens) + logits_bytes(model, job, ranks, tokens)
+    in_layer = activation_bytes(model, job, ranks, tokens) + (size * largest if waits else 0)
+    in_head = kept_bytes(model, job, ranks, tokens) + logits_bytes(model, job, ranks, tokens)
     return max(in_layer, in_head)
 
 
@@ -302,7 +310,7 @@ def _working(
     trained = model.num_trainable(job.lora)
     passes, reduced = pass_bytes(model, job, ranks, tokens), 0.0
     if kept:
-        in_layers = activation_bytes(model, job, size, tokens)
+        in_layers = activation_bytes(model, job, ranks, tokens)
         passes = in_layers + logits_bytes(model, job, ranks, tokens)
     if stage in (1, 2) and size == 4 and trained > MAX_BUCKET and not is_offloaded(job.memory):
         reduced = 4 * trained / ranks.num
@@ -342,7 +350,7 @@ def trainer_memory(
         "reference": reference / (ranks.num if stage == 3 else 1),
         "gradients": states.gradients,
         "optimizer": states.optimizer + (states.host if in_host else 0),
-        "activations": activation_bytes(model, job, size, tokens),
+        "activations": activation_bytes(model, job, ranks, tokens),
         "logits": logits_bytes(model, job, ranks, tokens),
         "update": states.update,
         "buffers": buffer_bytes(model, job, size),

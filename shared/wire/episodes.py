@@ -208,18 +208,27 @@ class ResultTaken(Wire):
     taken: bool
 
 
+MAX_MESSAGES = 10_000
+
+Conversation = Annotated[tuple[Message, ...], Field(max_length=MAX_MESSAGES)]
+
+MAX_TOOLS = 1024
+
+MAX_STOPS = 1024
+
+
 class ChatRequest(Wire):
     """What a turn of a conversation answers, in the words of OpenAI's chat completions.
     `chat_template_kwargs` and `stop_token_ids` are vLLM's. `tool_choice` "auto" needs
     HONE_TOOL_PARSER."""
 
-    messages: tuple[Message, ...] = Field(min_length=1)
-    tools: tuple[dict[str, Plain], ...] | None = None
+    messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: tuple[dict[str, Plain], ...] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Plain] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
+    stop: str | Annotated[tuple[str, ...], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: tuple[int, ...] | None = Field(default=None, max_length=MAX_STOPS)
 
     @field_validator("messages")
     @classmethod
@@ -241,6 +250,9 @@ class SessionRecord(Wire):
 
 
 MAX_ROLLOUTS = 1024
+
+MAX_GROUPS = 1024
+"""Groups of a list that an Atropos environment sends at a time."""
 
 MAX_KEY = 1000
 
@@ -264,7 +276,7 @@ class PushedRollout(Wire):
     versions: int | TokenIds = TokenIds()
     reward: Reported | None
     advantages: Logprobs = Logprobs()
-    messages: tuple[Message, ...] = ()
+    messages: Conversation = ()
     finish_reason: Literal["stop", "length"] = "stop"
 
 
@@ -303,7 +315,7 @@ class PushedGroup(Wire):
     )
 
     key: str | None = Field(default=None, min_length=1, max_length=MAX_KEY)
-    prompt: str | tuple[Message, ...] | None = None
+    prompt: str | Conversation | None = None
     prompt_token_ids: TokenIds = TokenIds()
     rollouts: tuple[PushedRollout, ...] = Field(min_length=1, max_length=MAX_ROLLOUTS)
 
@@ -343,7 +355,7 @@ class RegisterEnv(FromAtropos):
     """`POST /register-env`."""
 
     max_token_length: int = Field(ge=1, le=1 << 31)
-    desired_name: str | None = None
+    desired_name: str | None = Field(default=None, max_length=1000)
     weight: float = Field(default=1.0, ge=0, le=1e30)
     group_size: int = Field(ge=1)
     min_batch_allocation: float | None = None
@@ -373,20 +385,22 @@ class ScoredData(FromAtropos):
     tokens where the policy sampled them, else -100. `inference_logprobs` and `advantages` are as
     long as `tokens`; log-probs count only where the policy sampled."""
 
-    tokens: tuple[TokenIds, ...] = Field(min_length=1)
-    masks: tuple[TokenIds, ...]
-    scores: tuple[Reported, ...]
-    advantages: tuple[Logprobs, ...] | None = None
-    inference_logprobs: tuple[Logprobs, ...] | None = None
-    messages: tuple[tuple[Message, ...], ...] | None = None
-    overrides: tuple[dict[str, Plain] | None, ...] | None = None
+    tokens: tuple[TokenIds, ...] = Field(min_length=1, max_length=MAX_ROLLOUTS)
+    masks: tuple[TokenIds, ...] = Field(max_length=MAX_ROLLOUTS)
+    scores: tuple[Reported, ...] = Field(max_length=MAX_ROLLOUTS)
+    advantages: tuple[Logprobs, ...] | None = Field(default=None, max_length=MAX_ROLLOUTS)
+    inference_logprobs: tuple[Logprobs, ...] | None = Field(default=None, max_length=MAX_ROLLOUTS)
+    messages: tuple[Conversation, ...] | None = Field(default=None, max_length=MAX_ROLLOUTS)
+    overrides: tuple[dict[str, Plain] | None, ...] | None = Field(
+        default=None, max_length=MAX_ROLLOUTS
+    )
     env_id: int | None = None
     images: Plain = None
     distill_token_ids: Plain = None
     distill_logprobs: Plain = None
 
 
-class ScoredDataList(RootModel[tuple[ScoredData, ...]]):
+class ScoredDataList(RootModel[Annotated[tuple[ScoredData, ...], Field(max_length=MAX_GROUPS)]]):
     """`POST /scored_data_list`."""
 
 

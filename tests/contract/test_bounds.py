@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx2 as httpx
@@ -21,12 +21,16 @@ from shared.job import Job
 from shared.job.checks import check as check_sections
 from shared.settings import Settings
 from shared.wire import (
+    ChatRequest,
     CreateKey,
     EpisodeResult,
     LeaseEpisodes,
     NoBody,
+    PushedGroup,
     RegradeRequest,
     ResumeRequest,
+    ScoredData,
+    ScoredDataList,
     SubmitRequest,
     WithdrawRequest,
 )
@@ -94,6 +98,33 @@ def unbounded(model: type[BaseModel]) -> list[str]:
 )
 def test_each_list_table_and_text_of_a_body_has_a_maximum(model: type[BaseModel]) -> None:
     assert unbounded(model) == []
+
+
+GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "most"),
+    [
+        (ScoredDataList, lambda size: [GROUP] * size, 1024),
+        (ScoredData, lambda size: {name: each * size for name, each in GROUP.items()}, 1024),
+        (
+            PushedGroup,
+            lambda size: {
+                "prompt": [{"role": "user", "content": "hi"}] * size,
+                "rollouts": [{"token_ids": [1], "reward": 1.0}],
+            },
+            10_000,
+        ),
+        (ChatRequest, lambda size: {"messages": [{"role": "user", "content": ""}] * size}, 10_000),
+    ],
+)
+def test_groups_and_conversations_have_a_largest_size(
+    model: type[BaseModel], body: Callable[[int], Any], most: int
+) -> None:
+    codec.decode(model, json.dumps(body(most)).encode())
+    with pytest.raises(BadRequest, match=f"{most:d}"):
+        codec.decode(model, json.dumps(body(most + 1)).encode())
 
 
 def test_thousands_of_rewards_are_refused_at_once() -> None:

@@ -17,7 +17,7 @@ heads of keys and values, D size of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from services.trainer.learning.forest import Columns, Forest, Node
@@ -45,6 +46,11 @@ gradients, measured on a CPU. By it the cheaper way is chosen for a tree."""
 
 MAX_TREE_PAIRS = 1 << 22
 """Most elements of the masks of a batch of trees: 16 MiB in float32."""
+
+MAX_KEPT_KEYS = 2
+"""Gathered keys per token of a row that a layer keeps for its backward pass; `hone plan` counts
+one. Where a row has more, as with long conversations that branch, its attention is computed again
+in the backward pass, so that only one layer at a time holds them."""
 
 
 @dataclass(frozen=True)
@@ -408,6 +414,8 @@ class ForestAttention:
 
     forest: Forest
     device: torch.device
+    is_recomputed: bool = False
+    """The model computes each whole layer again in the backward pass."""
     _dense: dict[int | None, DenseAttention] = field(
         default_factory=dict[int | None, DenseAttention]
     )
@@ -418,12 +426,21 @@ class ForestAttention:
     def to(self, device: torch.device) -> ForestAttention:
         """Returns one that has made nothing yet, also for the same device: what is made for a pass
         would be kept for a whole step, as its micro-batch is."""
-        return ForestAttention(self.forest, device)
+        return ForestAttention(self.forest, device, self.is_recomputed)
 
     @property
     def windows(self) -> set[int | None]:
         """The sliding windows that layers asked for; None: a layer without a window."""
         return {*self._dense, *self._ragged}
+
+    def attended(
+        self, compute: Callable[..., Tensor], keys: Tensor, q_TAD: Tensor, *others: Any
+    ) -> Tensor:
+        """Returns `compute(q_TAD, *others)`, which gathers the columns `keys`."""
+        kept = len(keys) <= MAX_KEPT_KEYS * len(q_TAD)
+        if kept or self.is_recomputed or not torch.is_grad_enabled():
+            return compute(q_TAD, *others)
+        return checkpoint(compute, q_TAD, *others, use_reentrant=False, preserve_rng_state=False)
 
     def dense(self, window: int | None, dtype: torch.dtype) -> DenseAttention:
         """Returns the row's attention for a window and for queries of a dtype."""
@@ -470,13 +487,16 @@ def attend(
     q_TAD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         ragged = forest.ragged(sliding_window)
-        out_TAD = ragged.attend(q_TAD, k_THD, v_THD, scaling, sliding_window)
+        out_TAD = forest.attended(
+            ragged.attend, ragged.keys_K, q_TAD, k_THD, v_THD, scaling, sliding_window
+        )
     else:
         dtype = query.dtype
         if dtype.itemsize == 2 and query.device.type == "cpu" and not cpu_multiplies_bfloat16():
             dtype = torch.float32  # its kernel in 16 bits takes 2 to 5 times as long
         dense = forest.dense(sliding_window, dtype)
-        out_TAD = dense.attend(*(each.to(dtype) for each in (q_TAD, k_THD, v_THD)), scaling)
+        in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
+        out_TAD = forest.attended(dense.attend, dense.keys_M, *in_dtype, scaling)
     return out_TAD.to(query.dtype)[None], None
 
 

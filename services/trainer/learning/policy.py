@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ def hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     if batch.position_ids_BT is not None:
         layout["position_ids"] = batch.position_ids_BT
     if attention.is_used_by(model):
-        layout["forest"] = batch.forest
+        again = bool(model.is_gradient_checkpointing)
+        layout["forest"] = batch.forest and replace(batch.forest, is_recomputed=again)
     output = model.base_model(input_ids=batch.input_ids_BT, use_cache=False, **layout)
     return output.last_hidden_state
 

@@ -304,7 +304,12 @@ def test_norms_of_queries_and_keys_keep_their_inputs() -> None:
         "max_position_embeddings": 40_960,
     }
     # 2 (4 x 12,288 + 2 x 40 x 128 + 4 x 4096) + 8 x 4096 + 40 x 128 x 6
-    assert layer_bytes_per_token(of_config(config, "Qwen3-8B"), 2) == 215_040
+    qwen = of_config(config, "Qwen3-8B")
+    assert layer_bytes_per_token(qwen, 2, "gpu") == 215_040
+    # Queries, keys, values and what comes out in float32, and that once more in bfloat16: 10 x 32 x
+    # 128 and 8 x 8 x 128, in place of 4 x 40 x 128.
+    assert layer_bytes_per_token(qwen, 2, "cpu") == 215_040 + 40_960 + 8_192 - 20_480
+    assert layer_bytes_per_token(qwen, 4, "cpu") == layer_bytes_per_token(qwen, 4, "gpu")
 
 
 def serving(**values: object) -> SamplerShape:

@@ -252,6 +252,38 @@ def test_gradient_checkpointing_works_over_a_forest():
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
+def test_a_pass_does_not_keep_the_keys_that_branches_gather(every_prefix, monkeypatch):
+    """40 branches of one token gather their 60 common tokens again each: 2,500 keys of 100 tokens.
+    Without recomputing, each of 3 layers keeps their 2 x 2 heads x 8 numbers in float32."""
+    monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
+    model = make("qwen2")
+    choose_layout(model, "tiny", MemorySpec())
+    sequences = [TokenIds([*([5, 9, 7] * 20), last, 1]) for last in range(10, 50)]
+    batch = collate(
+        [
+            Example(prompt_token_ids=TokenIds(ids[:60]), token_ids=TokenIds(ids[60:]), advantage=1)
+            for ids in sequences
+        ],
+        layout="shared",
+    )
+    assert batch.input_ids_BT.shape == (1, 100) and batch.forest is not None
+    assert len(batch.forest.dense(None, torch.float32).keys_M) == 60 + 40 * 61
+    kept, gradients = {}, {}
+    for most in (2, 10**6):
+        monkeypatch.setattr(attention, "MAX_KEPT_KEYS", most)
+        sizes = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda each, sizes=sizes: sizes.setdefault(each.data_ptr(), each.nbytes) and each,
+            lambda each: each,
+        ):
+            logprobs, _ = Policy(model, 1.0)(batch)
+        kept[most] = sum(sizes.values())
+        gradients[most] = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+    gathered = 3 * 2500 * 2 * 2 * 8 * 4
+    assert kept[10**6] - kept[2] == pytest.approx(gathered, rel=0.1)
+    assert all(map(torch.equal, gradients[2], gradients[10**6]))
+
+
 def test_a_token_that_two_sequences_train_has_both_losses():
     """The gradient of a shared turn is the sum of its gradients in either sequence alone."""
     turns = [5, 9, 11, 3] * 6
