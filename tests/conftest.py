@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fastapi._compat.v2
 import hypothesis
 import pytest
 import structlog
+from pydantic import TypeAdapter
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 
 from shared.host import nvidia
 from shared.settings import Settings
@@ -31,6 +36,24 @@ hypothesis.settings.load_profile("hone")
 
 # A machine with GPUs may have the packages of a laptop.
 nvidia.hide_from_cpu_build()
+
+
+class LazyAdapter(TypeAdapter[Any]):
+    """Makes its validator when it is first used. An application has hundreds of routes, a test
+    makes up to four applications and calls a few routes of each, and validators take most of the
+    time of making one."""
+
+    @property
+    def _defer_build(self) -> bool:
+        return True
+
+    def rebuild(self, **options: Any) -> bool | None:
+        with warnings.catch_warnings():  # as FastAPI does where it makes validators at once
+            warnings.simplefilter("ignore", UnsupportedFieldAttributeWarning)
+            return super().rebuild(**options)
+
+
+fastapi._compat.v2.TypeAdapter = LazyAdapter  # pyright: ignore
 
 # No test depends on what the Hub has, or waits for it; it is read when its library is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
