@@ -163,15 +163,17 @@ class AfterStep:
         metrics[WRITTEN] = time.monotonic() - start
         return checkpoint
 
-    async def checkpoint(self, number: int) -> Checkpoint:
+    async def checkpoint(self, number: int, patience_s: float | None = None) -> Checkpoint:
         """Writes the checkpoint of the trainer's last step, and removes batches that no checkpoint
-        needs."""
+        needs. `patience_s` is of `TrainerClient.checkpoint`."""
         await write_despite_cancel(
             self.folder.check_there
         )  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
-        checkpoint = await self.services.trainer.checkpoint(number, tuple(sorted(kept)))
+        checkpoint = await self.services.trainer.checkpoint(
+            number, tuple(sorted(kept)), patience_s
+        )
         await self.journal.checkpoint(checkpoint)
         await write_despite_cancel(self.folder.prune_batches, oldest_needed_batch(self.job, number))
         return checkpoint

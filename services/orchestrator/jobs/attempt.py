@@ -49,7 +49,8 @@ CHECKPOINT_TRIES = 3
 """Of a checkpoint while a step ends; the trainer does no more than one that was under way."""
 
 STATE_DEADLINE_S = 5.0
-"""Seconds that the trainer has to say its step when an operator stops the job."""
+"""Seconds that the trainer has to say its step when an operator stops the job, and for which a
+trainer that cannot write its checkpoint then is waited for."""
 
 
 class Attempt:
@@ -141,7 +142,7 @@ class Attempt:
                 if state.step == 0 or state.job_id != self._record.id:
                     return
                 try:
-                    await self._after.checkpoint(state.step)
+                    await self._after.checkpoint(state.step, STATE_DEADLINE_S)
                     return
                 except Conflict:  # a step that was under way is done now
                     if not tries_left:

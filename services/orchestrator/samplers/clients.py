@@ -146,10 +146,14 @@ class TrainerClient:
         return await self._write("/publish_weights", body, WeightsRef)
 
     @tracks_call("trainer", "writing a checkpoint", "checkpoint")
-    async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
-        """Writes the step's checkpoint. Old ones are removed, except the steps `keep`."""
+    async def checkpoint(
+        self, step: int, keep: tuple[int, ...] = (), patience_s: float | None = None
+    ) -> Checkpoint:
+        """Writes the step's checkpoint. Old ones are removed, except the steps `keep`. Waits
+        `patience_s` seconds for a trainer that is unreachable or cannot write; None: as long as any
+        call."""
         body = CheckpointRequest(**self.caller.fence, step=step, keep=keep)
-        return await self._write("/checkpoints", body, Checkpoint)
+        return await self._write("/checkpoints", body, Checkpoint, patience_s)
 
     async def release(self) -> None:
         """Lets another orchestrator have the trainer, if it answers soon. Nothing depends on it: a
@@ -168,16 +172,28 @@ class TrainerClient:
     async def _train(self, path: str, body: Fenced, answer: type[W]) -> W:
         return await self._post(path, body, answer, self.caller.settings.train_deadline_s)
 
-    async def _write(self, path: str, body: Fenced, answer: type[W]) -> W:
-        return await self._post(path, body, answer, self.caller.settings.sync_deadline_s)
+    async def _write(
+        self, path: str, body: Fenced, answer: type[W], patience_s: float | None = None
+    ) -> W:
+        deadline_s = self.caller.settings.sync_deadline_s
+        return await self._post(path, body, answer, deadline_s, patience_s)
 
-    async def _post(self, path: str, body: Fenced, answer: type[W], deadline_s: float) -> W:
+    async def _post(
+        self,
+        path: str,
+        body: Fenced,
+        answer: type[W],
+        deadline_s: float,
+        patience_s: float | None = None,
+    ) -> W:
         """Returns the answer to a command, which may wait for one of each job that shares the
         trainer."""
         settings = self.caller.settings
         others = settings.places - 1 if self.caller.job.shares_as else 0
         deadline_s += others * settings.train_deadline_s
-        return await self.client.call("POST", path, body, answer, deadline_s=deadline_s)
+        return await self.client.call(
+            "POST", path, body, answer, deadline_s=deadline_s, patience_s=patience_s
+        )
 
 
 class RewardClient:
