@@ -30,7 +30,7 @@ from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
 
-POLL_S = 0.05
+POLL_S = 0.15
 """Between two looks at a job: each costs two cores more than a step of the fakes does."""
 
 
