@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from shared.errors import BadRequest
 from shared.host.logs import get_logger
@@ -265,22 +265,40 @@ def share(tensors: Mapping[str, Tensor]) -> tuple[str, tuple[SharedTensor, ...]]
             f'{str(device)!r}; expected weight_sync "shm"'
         )
     torch.cuda.synchronize(device)
-    return gpu, tuple(_shared(name, tensor) for name, tensor in tensors.items())
+    return gpu, tuple(STORAGES.shared(name, tensor) for name, tensor in tensors.items())
 
 
-def _shared(name: str, tensor: Tensor) -> SharedTensor:
-    _, args = reduce_tensor(tensor.detach())
-    return SharedTensor(**sent_tensor(name, tensor).model_dump(), **location(args))
+class SharedStorages:
+    """Where each storage that a sampler reads lies in a GPU's memory. torch is asked once for each:
+    every `reduce_tensor` wraps its storage once more, in a counter and an event that stay until it
+    is freed, and a few thousand wrappers end the process."""
+
+    def __init__(self) -> None:
+        self._known: dict[StorageWeakRef, dict[str, Any]] = {}
+
+    def shared(self, name: str, tensor: Tensor) -> SharedTensor:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in self._known:
+            self._known = {one: at for one, at in self._known.items() if not one.expired()}
+            _, args = reduce_tensor(tensor.detach())
+            self._known[storage] = location(args)
+        return SharedTensor(
+            **sent_tensor(name, tensor).model_dump(),
+            **self._known[storage],
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+        )
+
+
+STORAGES = SharedStorages()
 
 
 def location(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns where a tensor lies: the arguments of torch's `rebuild_cuda_tensor` that another
+    """Returns where a storage lies: the arguments of torch's `rebuild_cuda_tensor` that another
     process cannot know alone."""
-    (_, _, stride, offset, _, _, _, handle, size_bytes, offset_bytes, _, *counter) = args
+    (_, _, _, _, _, _, _, handle, size_bytes, offset_bytes, _, *counter) = args
     counter_handle, counter_offset, event_handle, event_sync_required = counter
     return {
-        "stride": tuple(stride),
-        "offset": offset,
         "handle": handle.hex(),
         "storage_size_bytes": size_bytes,
         "storage_offset_bytes": offset_bytes,

@@ -171,9 +171,7 @@ class AfterStep:
         )  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
-        checkpoint = await self.services.trainer.checkpoint(
-            number, tuple(sorted(kept)), patience_s
-        )
+        checkpoint = await self.services.trainer.checkpoint(number, tuple(sorted(kept)), patience_s)
         await self.journal.checkpoint(checkpoint)
         await write_despite_cancel(self.folder.prune_batches, oldest_needed_batch(self.job, number))
         return checkpoint

@@ -255,28 +255,52 @@ def test_the_memory_of_a_cpu_cannot_be_shared_as_a_gpus(publisher) -> None:
         share(TENSORS)
 
 
-def test_where_a_tensor_lies_is_what_torch_calls_it() -> None:
+LAID_OUT: dict[str, object] = dict.fromkeys(inspect.signature(rebuild_cuda_tensor).parameters, 0)
+LAID_OUT |= {
+    "storage_handle": b"\x01\xff",
+    "storage_size_bytes": 64,
+    "storage_offset_bytes": 512,
+    "ref_counter_handle": b"\x02",
+    "ref_counter_offset": 4,
+    "event_handle": b"\x03",
+    "event_sync_required": True,
+}
+PLACE = {
+    "handle": "01ff",
+    "storage_size_bytes": 64,
+    "storage_offset_bytes": 512,
+    "ref_counter_handle": "02",
+    "ref_counter_offset": 4,
+    "event_handle": "03",
+    "event_sync_required": True,
+}
+
+
+def test_where_a_storage_lies_is_what_torch_calls_it() -> None:
     """`reduce_tensor` gives what `rebuild_cuda_tensor` takes: held to its signature."""
-    values: dict[str, object] = dict.fromkeys(inspect.signature(rebuild_cuda_tensor).parameters, 0)
-    values |= {
-        "tensor_stride": (3, 1),
-        "tensor_offset": 7,
-        "storage_handle": b"\x01\xff",
-        "storage_size_bytes": 64,
-        "storage_offset_bytes": 512,
-        "ref_counter_handle": b"\x02",
-        "ref_counter_offset": 4,
-        "event_handle": b"\x03",
-        "event_sync_required": True,
-    }
-    assert location(tuple(values.values())) == {
-        "stride": (3, 1),
-        "offset": 7,
-        "handle": "01ff",
-        "storage_size_bytes": 64,
-        "storage_offset_bytes": 512,
-        "ref_counter_handle": "02",
-        "ref_counter_offset": 4,
-        "event_handle": "03",
-        "event_sync_required": True,
-    }
+    assert location(tuple(LAID_OUT.values())) == PLACE
+
+
+def test_torch_is_asked_once_for_a_storage_however_often_its_tensors_are_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each `reduce_tensor` wraps its storage once more."""
+    asked: list[int] = []
+
+    def reduce(tensor: torch.Tensor) -> tuple[None, tuple[object, ...]]:
+        asked.append(tensor.data_ptr())
+        return None, tuple(LAID_OUT.values())
+
+    monkeypatch.setattr(transfer, "reduce_tensor", reduce)
+    buffer, storages = torch.zeros(12), transfer.SharedStorages()
+    views = {"a": buffer[:6].view(2, 3), "b": buffer[6:].view(3, 2).T}
+    for _ in range(100):
+        found = [storages.shared(name, tensor) for name, tensor in views.items()]
+    assert len(asked) == 1
+    assert [one.model_dump() for one in found] == [
+        {"name": "a", "dtype": "float32", "shape": (2, 3), "stride": (3, 1), "offset": 0, **PLACE},
+        {"name": "b", "dtype": "float32", "shape": (2, 3), "stride": (1, 2), "offset": 6, **PLACE},
+    ]
+    storages.shared("c", torch.ones(3))  # freed at once
+    storages.shared("d", torch.ones(3))  # another one, though at the same address
+    assert len(asked) == 3 and len(storages._known) == 2
