@@ -17,10 +17,11 @@ heads of keys and values, D size of a head.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import deterministic
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -390,21 +392,59 @@ class RaggedAttention:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """Returns the attention `[T, A, D]` of a row's queries to its keys and values."""
+        """Returns the attention `[T, A, D]` of a row's queries to its keys and values. Its gradient
+        has the same bits each time."""
+        given: dict[str, Any] = {"scale": scaling}
+        given["window_size"] = (-1 if window is None else window - 1, 0)
+        k_KHD, v_KHD = k_THD[self.keys_K], v_THD[self.keys_K]
+        if q_TAD.shape[1] != k_THD.shape[1]:
+            if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+                given["enable_gqa"] = True
+            else:  # torch before 2.12
+                repeats = q_TAD.shape[1] // k_THD.shape[1]
+                k_KHD, v_KHD = (each.repeat_interleave(repeats, 1) for each in (k_KHD, v_KHD))
         attended = varlen_attn(
-            q_TAD,
-            k_THD[self.keys_K],
-            v_THD[self.keys_K],
+            *_Ordered.inputs(q_TAD, k_KHD, v_KHD),
             self.query_offsets,
             self.key_offsets,
             self.max_queries,
             self.max_keys,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q_TAD.shape[1] != k_THD.shape[1],
+            **given,
         )
         assert isinstance(attended, Tensor)
-        return attended
+        return _Ordered.output(attended)
+
+
+class _Ordered(torch.autograd.Function):
+    """Has torch compute the gradient of the function between `inputs` and `output` in a fixed
+    order of sums: the kernel for sequences of unequal length adds the gradients of queries up
+    atomically otherwise. torch's setting for it is the process's, and would have other functions
+    fail or take longer, so it is on in this function's backward pass only. Between the two nodes
+    the engine has nothing to compute: it takes the node that was made last."""
+
+    @staticmethod
+    def inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return cast(tuple[Tensor, ...], _Ordered.apply(False, *tensors))
+
+    @staticmethod
+    def output(tensor: Tensor) -> Tensor:
+        (same,) = cast(tuple[Tensor], _Ordered.apply(True, tensor))
+        return same
+
+    @staticmethod
+    def forward(ctx: Any, begins: bool, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        ctx.begins = begins
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # pyright: ignore
+        _add_in_order(on=ctx.begins)
+        return None, *gradients
+
+
+def _add_in_order(*, on: bool) -> None:
+    torch.use_deterministic_algorithms(on)
+    deterministic.fill_uninitialized_memory = not on  # it would fill the kernel's buffers with NaN
 
 
 @dataclass(frozen=True)
@@ -486,6 +526,7 @@ def attend(
         )
     q_TAD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        _add_in_order(on=False)  # a backward pass that ran out of memory has left it on
         ragged = forest.ragged(sliding_window)
         out_TAD = forest.attended(
             ragged.attend, ragged.keys_K, q_TAD, k_THD, v_THD, scaling, sliding_window

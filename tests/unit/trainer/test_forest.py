@@ -360,3 +360,65 @@ def test_all_masks_of_a_row_are_parts_of_the_largest(every_prefix, monkeypatch):
     ]
     assert {mask.dtype for mask in masks} == {torch.float64}
     assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
+
+
+class Noted(torch.autograd.Function):
+    """Notes in its backward pass whether torch adds up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, x, name, notes):
+        ctx.note = lambda: notes.append((name, torch.are_deterministic_algorithms_enabled()))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None, None
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Stands in for torch's kernel, which CPUs lack, and returns what its backward pass notes."""
+    notes = []
+
+    def varlen_attn(q_TAD, k_KHD, v_KHD, q_ends, k_ends, max_q, max_k, *, scale, window_size):
+        assert k_KHD.shape[1] == q_TAD.shape[1], "this one knows no groups of heads"
+        outs = []
+        for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False):
+            q, k, v = (each.transpose(0, 1) for each in (q_TAD[q0:q1], k_KHD[k0:k1], v_KHD[k0:k1]))
+            behind = torch.arange(k1 - k0)[None] - torch.arange(q1 - q0)[:, None] - (k1 - k0)
+            mask = behind + (q1 - q0) <= 0
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+            outs.append(out.transpose(0, 1))
+        return Noted.apply(torch.cat(outs), "kernel", notes)
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    return notes
+
+
+def test_the_kernels_gradient_is_added_up_in_order_and_no_other(every_prefix, kernel, monkeypatch):
+    """And with a torch whose kernel knows no groups of heads the result is the same."""
+    monkeypatch.setattr(
+        torch,
+        "use_deterministic_algorithms",
+        set_for_real := Mock(side_effect=torch.use_deterministic_algorithms),
+    )
+    torch.manual_seed(0)
+    built = build_forest([ids("ABCDxy"), ids("ABCDz"), ids("PQ")])
+    q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    results = []
+    for kind in ("ragged", "dense"):
+        row = attention.ForestAttention(built, torch.device("cpu"))
+        before = [Noted.apply(each, "before", kernel) for each in (q, k, v)]
+        if kind == "ragged":
+            out = row.ragged(None).attend(*before, 0.5, None)
+        else:
+            out = row.dense(None, torch.float32).attend(*before, 0.5)
+        out = Noted.apply(out, "after", kernel)
+        results.append((out, *torch.autograd.grad(out.square().sum(), [q, k, v])))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    others = [("after", False), *[("before", False)] * 3]
+    assert kernel == [("after", False), ("kernel", True), *others[1:], *others]
+    assert [call.args for call in set_for_real.call_args_list] == [(True,), (False,)]
+    assert torch.utils.deterministic.fill_uninitialized_memory
