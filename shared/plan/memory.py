@@ -20,6 +20,12 @@ The trainer, on each rank:
                   + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
                   + (6 A + 4 K) D          on a CPU in bfloat16: attention in float32, which
                                            processors without products of bfloat16 need
+    kernel        4 A D (P + S + Q)        on a GPU in bfloat16: the backward pass of attention's
+                                           kernel, which computes a part of a row at a time
+      with P      min(129 m, 16384)        queries whose gradient it has in float32, padded
+      with S      132 M / A                as many again for each group of multiprocessors, of the
+                                           longest node, M = `sampling.max_tokens`: sums in order
+      with Q      min(2 m, 32768)          keys and values, whose gradients it has for each head
     logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
                   + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
                                            goes into it
@@ -32,7 +38,7 @@ The trainer, on each rank:
     buffers       8 B                      what is reduced at a time, B elements: in bfloat16 twice
                                            and in float32, or in float32 twice
                   (4 + b) B + b G          at stage 3, with G weights that are gathered
-    passes        max(activations + e, k + logits)
+    passes        max(activations + kernel + e, k + logits)
       with e      b V H                    the head's gradient (not with LoRA), where it waits for
                                            the embedding's, which is the same tensor's, or at stage
                                            2 in bfloat16 is more than a buffer holds
@@ -108,6 +114,15 @@ MAX_GATHERED = 1_000_000_000
 TILE_LOGITS = {"cpu": 1 << 22, "gpu": 1 << 26}
 """Logits of one tile: on a CPU they fit its caches (16 MiB in float32), on a GPU they keep its
 matrix units busy (256 MiB)."""
+
+KERNEL_TOKENS, KERNEL_PADDING, KERNEL_KEYS = 1 << 14, 128, 1 << 15
+"""Most tokens and keys of one call of the kernel for sequences of unequal length. Its backward pass
+has a float32 copy of the queries' gradient, with so many tokens of padding for each node, and the
+gradients of keys and values for each head of queries."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. Where a call has fewer nodes and heads, the kernel computes parts of a node's
+gradient side by side, and adds them up in order."""
 
 BATCHED_TOKENS = 2048
 """Prompt tokens that vLLM computes at a time by default."""
@@ -198,6 +213,18 @@ def activation_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     return kept_bytes(model, job, ranks, tokens) + in_layer
 
 
+def kernel_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
+    """Returns the bytes that the backward pass of attention's kernel takes on a GPU in 16 bits, for
+    a micro-batch with so many tokens; 0 elsewhere. Read off FlashAttention-2's code as it is in
+    torch 2.13, and not measured."""
+    if ranks.device != "gpu" or ranks.itemsize > 2:
+        return 0
+    padded = min(tokens * (1 + KERNEL_PADDING), KERNEL_TOKENS)
+    split = MULTIPROCESSORS * min(tokens, job.sampling.max_tokens) // model.heads
+    keys = min(2 * tokens, KERNEL_KEYS)
+    return 4 * model.heads * model.head_size * (padded + split + keys)
+
+
 def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     """Returns the bytes that the output head takes for log-probs and gradient of a micro-batch with
     so many tokens."""
@@ -214,6 +241,7 @@ def pass_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     size, largest = ranks.itemsize, largest_trained(model, job)
     waits = model.is_tied or (job.memory.zero_stage == 2 and size < 4 and largest > MAX_BUCKET)
     in_layer = activation_bytes(model, job, ranks, tokens) + (size * largest if waits else 0)
+    in_layer += kernel_bytes(model, job, ranks, tokens)
     in_head = kept_bytes(model, job, ranks, tokens) + logits_bytes(model, job, ranks, tokens)
     return max(in_layer, in_head)
 
@@ -350,7 +378,8 @@ def trainer_memory(
         "reference": reference / (ranks.num if stage == 3 else 1),
         "gradients": states.gradients,
         "optimizer": states.optimizer + (states.host if in_host else 0),
-        "activations": activation_bytes(model, job, ranks, tokens),
+        "activations": activation_bytes(model, job, ranks, tokens)
+        + kernel_bytes(model, job, ranks, tokens),
         "logits": logits_bytes(model, job, ranks, tokens),
         "update": states.update,
         "buffers": buffer_bytes(model, job, size),

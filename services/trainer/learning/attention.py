@@ -35,6 +35,7 @@ from transformers import AttentionInterface
 
 from services.trainer.learning.forest import Columns, Forest, Node
 from services.trainer.learning.head import to_device
+from shared.plan.memory import KERNEL_KEYS, KERNEL_PADDING, KERNEL_TOKENS
 
 MIN_LENGTH_RATIO = 0.75
 """Least length of a batch's shortest node, relative to its longest node."""
@@ -350,12 +351,14 @@ class AttentionUnsupported(Exception):
 
 
 @dataclass(frozen=True)
-class RaggedAttention:
-    """A row's nodes for torch's kernel for sequences of unequal length. The queries are the row's
-    columns in order. `keys_K` are the columns of all nodes' keys: the ancestors' and the node's
-    own, node by node. Node i has the queries from `query_offsets[i]` to before
-    `query_offsets[i + 1]`, and the keys alike."""
+class RaggedPart:
+    """Neighbouring nodes of a row, with the columns from `start` to before `end`, for one call of
+    torch's kernel for sequences of unequal length. `keys_K` are the columns of their keys: the
+    ancestors' and the node's own, node by node. Node i has the queries from `query_offsets[i]` to
+    before `query_offsets[i + 1]` of the part, and the keys alike."""
 
+    start: int
+    end: int
     keys_K: Tensor
     query_offsets: Tensor
     key_offsets: Tensor
@@ -363,21 +366,18 @@ class RaggedAttention:
     max_keys: int
 
     @classmethod
-    def of(cls, forest: Forest, device: torch.device) -> RaggedAttention:
-        keys = [
-            torch.cat(
-                [torch.from_numpy(forest.columns_above(node)), torch.from_numpy(node.columns)]
-            )
-            for node in forest.nodes
-        ]
-        num_queries = torch.tensor([node.length for node in forest.nodes])
+    def of(cls, forest: Forest, nodes: Sequence[Node], device: torch.device) -> RaggedPart:
+        keys = [np.concatenate([forest.columns_above(node), node.columns]) for node in nodes]
+        num_queries = torch.tensor([node.length for node in nodes])
         num_keys = torch.tensor([len(of_node) for of_node in keys])
         query_offsets, key_offsets = (
             to_device(torch.cat([torch.zeros(1, dtype=torch.long), num.cumsum(0)]).int(), device)
             for num in (num_queries, num_keys)
         )
         return cls(
-            keys_K=to_device(torch.cat(keys), device),
+            start=nodes[0].start,
+            end=nodes[-1].start + nodes[-1].length,
+            keys_K=to_device(torch.from_numpy(np.concatenate(keys)), device),
             query_offsets=query_offsets,
             key_offsets=key_offsets,
             max_queries=int(num_queries.max()),
@@ -392,8 +392,8 @@ class RaggedAttention:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """Returns the attention `[T, A, D]` of a row's queries to its keys and values. Its gradient
-        has the same bits each time."""
+        """Returns the attention `[end - start, A, D]` of the part's queries, given the row's
+        queries, keys and values. Its gradient has the same bits each time."""
         given: dict[str, Any] = {"scale": scaling}
         given["window_size"] = (-1 if window is None else window - 1, 0)
         k_KHD, v_KHD = k_THD[self.keys_K], v_THD[self.keys_K]
@@ -404,7 +404,7 @@ class RaggedAttention:
                 repeats = q_TAD.shape[1] // k_THD.shape[1]
                 k_KHD, v_KHD = (each.repeat_interleave(repeats, 1) for each in (k_KHD, v_KHD))
         attended = varlen_attn(
-            *_Ordered.inputs(q_TAD, k_KHD, v_KHD),
+            *_Ordered.inputs(q_TAD[self.start : self.end], k_KHD, v_KHD),
             self.query_offsets,
             self.key_offsets,
             self.max_queries,
@@ -413,6 +413,38 @@ class RaggedAttention:
         )
         assert isinstance(attended, Tensor)
         return _Ordered.output(attended)
+
+
+@dataclass(frozen=True)
+class RaggedAttention:
+    """A row's attention on a GPU in 16 bits, a part after the other: what the kernel's backward
+    pass takes is a part's at a time."""
+
+    parts: tuple[RaggedPart, ...]
+
+    @classmethod
+    def of(cls, forest: Forest, device: torch.device) -> RaggedAttention:
+        return cls(tuple(RaggedPart.of(forest, nodes, device) for nodes in ragged_parts(forest)))
+
+    @property
+    def num_keys(self) -> int:
+        return sum(len(part.keys_K) for part in self.parts)
+
+
+def ragged_parts(forest: Forest) -> list[list[Node]]:
+    """Returns the nodes in order, in parts for one call of the kernel each. A part has at most
+    `KERNEL_KEYS` keys, and `KERNEL_TOKENS` tokens of queries with `KERNEL_PADDING` more for each
+    node, unless it is a single node."""
+    parts: list[list[Node]] = []
+    tokens = keys = 0
+    for node in forest.nodes:
+        tokens += node.length + KERNEL_PADDING
+        keys += node.depth + node.length
+        if not parts or tokens > KERNEL_TOKENS or keys > KERNEL_KEYS:
+            parts.append([])
+            tokens, keys = node.length + KERNEL_PADDING, node.depth + node.length
+        parts[-1].append(node)
+    return parts
 
 
 class _Ordered(torch.autograd.Function):
@@ -474,11 +506,17 @@ class ForestAttention:
         return {*self._dense, *self._ragged}
 
     def attended(
-        self, compute: Callable[..., Tensor], keys: Tensor, q_TAD: Tensor, *others: Any
+        self,
+        compute: Callable[..., Tensor],
+        num_keys: int,
+        q_TAD: Tensor,
+        *others: Any,
+        is_part: bool = False,
     ) -> Tensor:
-        """Returns `compute(q_TAD, *others)`, which gathers the columns `keys`."""
-        kept = len(keys) <= MAX_KEPT_KEYS * len(q_TAD)
-        if kept or self.is_recomputed or not torch.is_grad_enabled():
+        """Returns `compute(q_TAD, *others)`, of a row for which `num_keys` keys are gathered, at
+        once or in parts."""
+        kept = num_keys <= MAX_KEPT_KEYS * len(q_TAD) or (self.is_recomputed and not is_part)
+        if kept or not torch.is_grad_enabled():
             return compute(q_TAD, *others)
         return checkpoint(compute, q_TAD, *others, use_reentrant=False, preserve_rng_state=False)
 
@@ -528,8 +566,10 @@ def attend(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         _add_in_order(on=False)  # a backward pass that ran out of memory has left it on
         ragged = forest.ragged(sliding_window)
-        out_TAD = forest.attended(
-            ragged.attend, ragged.keys_K, q_TAD, k_THD, v_THD, scaling, sliding_window
+        asked = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
+        is_part = len(ragged.parts) > 1
+        out_TAD = torch.cat(
+            [forest.attended(part.attend, *asked, is_part=is_part) for part in ragged.parts]
         )
     else:
         dtype = query.dtype
@@ -537,7 +577,7 @@ def attend(
             dtype = torch.float32  # its kernel in 16 bits takes 2 to 5 times as long
         dense = forest.dense(sliding_window, dtype)
         in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
-        out_TAD = forest.attended(dense.attend, dense.keys_M, *in_dtype, scaling)
+        out_TAD = forest.attended(dense.attend, len(dense.keys_M), *in_dtype, scaling)
     return out_TAD.to(query.dtype)[None], None
 
 

@@ -34,9 +34,9 @@ def test_a_small_model_and_its_sampler_take_turns_on_a_small_gpu() -> None:
         "HONE_COLOCATE": "1",
         "HONE_TRAINER_RANKS": "1",
     }
-    # 14.0 GiB for the trainer: 0.95 x 22 - 1 has room for it, what a sampler leaves has not
+    # 14.2 GiB for the trainer: 0.95 x 22 - 1 has room for it, what a sampler leaves has not
     assert kinds(plan) == [("turns", 1, 1, 1, True), ("shared", 1, 1, 1, False)]
-    assert plan.others[0].why_not == ("the trainer needs 14.0 GiB on each GPU and has 13.2",)
+    assert plan.others[0].why_not == ("the trainer needs 14.2 GiB on each GPU and has 13.2",)
 
 
 def test_a_job_that_samples_ahead_does_not_take_turns() -> None:
@@ -172,9 +172,9 @@ def test_the_changes_named_make_the_job_fit() -> None:
 def test_an_8b_with_its_optimizer_elsewhere_needs_more_than_40_gib() -> None:
     plan = planned("Llama-3.1-8B", "1xA100-40GB", job(memory={"offload_optimizer": True}))
     # 14.96 of weights, 29.92 of gradients, 8.38 of a micro-batch and 0.98 of the head's gradient,
-    # 1.49 + 0.98, and 1
+    # 1.49 + 0.98, 0.78 of attention's kernel, and 1
     assert not plan.fits
-    assert plan.placement.trainer.peak_gib == pytest.approx(57.70, abs=0.01)
+    assert plan.placement.trainer.peak_gib == pytest.approx(58.48, abs=0.01)
 
 
 def test_on_a_cpu_the_hosts_memory_is_no_way_out_of_the_hosts_memory() -> None:

@@ -411,7 +411,8 @@ def test_the_kernels_gradient_is_added_up_in_order_and_no_other(every_prefix, ke
         row = attention.ForestAttention(built, torch.device("cpu"))
         before = [Noted.apply(each, "before", kernel) for each in (q, k, v)]
         if kind == "ragged":
-            out = row.ragged(None).attend(*before, 0.5, None)
+            (whole,) = row.ragged(None).parts
+            out = whole.attend(*before, 0.5, None)
         else:
             out = row.dense(None, torch.float32).attend(*before, 0.5)
         out = Noted.apply(out, "after", kernel)
@@ -422,3 +423,40 @@ def test_the_kernels_gradient_is_added_up_in_order_and_no_other(every_prefix, ke
     assert kernel == [("after", False), ("kernel", True), *others[1:], *others]
     assert [call.args for call in set_for_real.call_args_list] == [(True,), (False,)]
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_the_kernel_is_called_for_a_part_of_the_nodes_at_a_time(every_prefix, kernel, monkeypatch):
+    """By their queries, 4, 2, 1 and 2 with 10 of padding each, or by their 4, 6, 5 and 2 keys. More
+    keys than 2 per token are gathered again in the backward pass, part by part."""
+    built = build_forest([ids("ABCDxy"), ids("ABCDz"), ids("PQ")])
+    monkeypatch.setattr(attention, "KERNEL_PADDING", 10)
+
+    def parts(tokens, keys):
+        monkeypatch.setattr(attention, "KERNEL_TOKENS", tokens)
+        monkeypatch.setattr(attention, "KERNEL_KEYS", keys)
+        return [[node.start for node in part] for part in attention.ragged_parts(built)]
+
+    assert parts(49, 17) == [[0, 4, 6, 7]]
+    assert parts(48, 17) == [[0, 4, 6], [7]]
+    assert parts(49, 10) == [[0, 4], [6, 7]]
+    assert parts(1, 1) == [[0], [4], [6], [7]]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    row = attention.ForestAttention(built, torch.device("cpu"), is_recomputed=True)
+    ragged = row.ragged(None)
+    outs = {
+        most: torch.cat(
+            [
+                row.attended(part.attend, most, q, k, v, 0.5, None, is_part=True)
+                for part in ragged.parts
+            ]
+        )
+        for most in (0, 10**6)
+    }
+    expected = row.dense(None, torch.float32).attend(q, k, v, 0.5)
+    wanted = torch.autograd.grad(expected.square().sum(), [q, k, v])
+    for out in outs.values():
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        found = torch.autograd.grad(out.square().sum(), [q, k, v])
+        for each, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(each, other, rtol=1e-5, atol=1e-5)
