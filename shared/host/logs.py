@@ -42,11 +42,7 @@ def configure(service: str, settings: Settings) -> None:
     ) -> MutableMapping[str, Any]:
         return {key: _without(value, hidden) for key, value in event.items()}
 
-    render = (
-        structlog.processors.JSONRenderer()
-        if settings.log_format == "json"
-        else structlog.dev.ConsoleRenderer()
-    )
+    render = structlog.processors.JSONRenderer() if settings.log_format == "json" else _console()
     chain: list[Any] = [
         structlog.contextvars.merge_contextvars,
         tracing.stamp,
@@ -82,9 +78,23 @@ def _lines_on_stderr() -> None:
     import structlog
 
     structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False),
+            _console(),
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _console() -> Any:
+    """Returns what writes a line for people. A traceback is as Python writes it: by default rich
+    shows all local variables, which may hold secrets, and takes seconds."""
+    import structlog
+
+    return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 
 
 def get_logger() -> Logger:

@@ -30,3 +30,16 @@ def test_a_commands_warnings_leave_stdout_to_what_it_was_asked_for(
     logs.get_logger().info("not told")
     told = capfd.readouterr()
     assert told.out == "" and "waiting for a service" in told.err and "not told" not in told.err
+
+
+def test_a_traceback_in_a_commands_log_shows_no_variables(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    token = "s3cr3t-token"
+    logs.to_stderr()
+    try:
+        raise RuntimeError(str(len(token)))
+    except RuntimeError:
+        logs.get_logger().warning("not expected", exc_info=True)
+    told = capfd.readouterr().err
+    assert "RuntimeError: 12" in told and token not in told
