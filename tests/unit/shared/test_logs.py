@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import structlog
 from pydantic import SecretStr
 
 from shared.host import logs
@@ -35,6 +36,7 @@ def test_a_commands_warnings_leave_stdout_to_what_it_was_asked_for(
 def test_a_traceback_in_a_commands_log_shows_no_variables(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    structlog.reset_defaults()  # what tests set
     token = "s3cr3t-token"
     logs.to_stderr()
     try:
