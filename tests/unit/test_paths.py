@@ -111,3 +111,19 @@ class A:
 # last'''
     texts = ["Module.", "Class.", "Field.", "no name", "Case.", "# after", "# last"]
     assert list(texts_of(source)) == texts
+
+
+def test_make_test_runs_every_test_file() -> None:
+    """It names the folders of its two runs: workers import every file that they are given."""
+    marked = re.compile(r"mark\.(system|engine)\b")
+    recipe = (ROOT / "Makefile").read_text().partition("\nOF_ENGINES := ")[2]
+    of_engines, _, rest = recipe.partition("\n")
+    plain = re.findall(r"^\t\t(tests/.*)$", rest, re.MULTILINE)[0]
+    apart = ("tests/compat/", "tests/gpu/")  # `make compat` and `make gpu` run these
+    files = [file for file in MODULES if re.fullmatch(r"tests/.*/test_\w+\.py", file)]
+    assert len(files) > 200
+    for file in files:
+        if not file.startswith(apart):
+            has_mark = marked.search((ROOT / file).read_text())
+            folders = of_engines.split() if has_mark else [*plain.split(), *of_engines.split()]
+            assert any(file.startswith(f"{folder}/") for folder in folders), file
