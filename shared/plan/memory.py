@@ -20,6 +20,9 @@ The trainer, on each rank:
                   + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
                   + (6 A + 4 K) D          on a CPU in bfloat16: attention in float32, which
                                            processors without products of bfloat16 need
+                  + (b + d) S              where adapters have dropout: each keeps its input, of S
+                  - b (2 H + A D + I)      elements together, and a mask of d bytes, 1 on a GPU and
+                                           b on a CPU, in place of what several share
     kernel        4 A D (P + S + Q)        on a GPU in bfloat16: the backward pass of attention's
                                            kernel, which computes a part of a row at a time
       with P      min(129 m, 16384)        queries whose gradient it has in float32, padded
@@ -93,7 +96,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shared.job import Job, MemorySpec
+from shared.job import Job, LoraSpec, MemorySpec
 from shared.plan.model import Model
 from shared.wire.records import SamplerMemory, TrainerMemory
 
@@ -173,7 +176,9 @@ class SamplerShape:
     device: str  # "gpu" or "cpu"
 
 
-def layer_bytes_per_token(model: Model, itemsize: int, device: str) -> int:
+def layer_bytes_per_token(
+    model: Model, itemsize: int, device: str, lora: LoraSpec | None = None
+) -> int:
     """Returns the bytes per token that one layer keeps for its backward pass: `a` above. A row that
     shares prefixes may keep its keys and values a second time; more are computed again."""
     heads = 2 * (model.heads + model.kv_heads) * model.head_size
@@ -183,7 +188,21 @@ def layer_bytes_per_token(model: Model, itemsize: int, device: str) -> int:
     in_float32 = (6 * model.heads + 4 * model.kv_heads) * model.head_size
     in_model = itemsize * (mlp + heads + 4 * model.hidden + normed)
     upcast = in_float32 if device == "cpu" and itemsize < 4 else 0
-    return in_model + 8 * model.hidden + 4 * normed + upcast
+    dropped = _dropout_bytes_per_token(model, itemsize, device, lora)
+    return in_model + 8 * model.hidden + 4 * normed + upcast + dropped
+
+
+def _dropout_bytes_per_token(
+    model: Model, itemsize: int, device: str, lora: LoraSpec | None
+) -> int:
+    """Returns what a layer keeps more if its adapters have dropout: each of them then has an input
+    of its own, and what drops out of it."""
+    if lora is None or not lora.dropout:
+        return 0
+    inputs = sum(shape[1] for shape in model.adapted_shapes(lora)) // model.num_layers
+    shared = 2 * model.hidden + model.heads * model.head_size + model.intermediate
+    mask = itemsize if device == "cpu" else 1
+    return max(0, (itemsize + mask) * inputs - itemsize * shared)
 
 
 def tokens_at_once(job: Job, longest: int = 0, step_tokens: int | None = None) -> int:
@@ -200,15 +219,15 @@ def kept_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     its backward pass: `k` above."""
     checkpointed = job.memory.gradient_checkpointing
     size = ranks.itemsize
-    one = size * model.hidden if checkpointed else layer_bytes_per_token(model, size, ranks.device)
-    return tokens * model.num_layers * one
+    whole = layer_bytes_per_token(model, size, ranks.device, job.lora)
+    return tokens * model.num_layers * (size * model.hidden if checkpointed else whole)
 
 
 def activation_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     """Returns the peak of a micro-batch's activations for so many tokens, in bytes."""
     checkpointed = job.memory.gradient_checkpointing
     size = ranks.itemsize
-    again = layer_bytes_per_token(model, size, ranks.device) if checkpointed else 0
+    again = layer_bytes_per_token(model, size, ranks.device, job.lora) if checkpointed else 0
     in_layer = tokens * (again + 3 * size * model.intermediate)
     return kept_bytes(model, job, ranks, tokens) + in_layer
 

@@ -119,17 +119,21 @@ class Model:
         return self.num_parameters if lora is None else self.num_adapter_parameters(lora)
 
     def num_adapter_parameters(self, lora: LoraSpec) -> int:
+        return lora.rank * sum(map(sum, self.adapted_shapes(lora)))
+
+    def adapted_shapes(self, lora: LoraSpec) -> list[tuple[int, ...]]:
+        """Returns the shapes, outputs by inputs, of the matrices that get an adapter."""
         targets = lora.target_modules
         part = LANGUAGE_MODEL if any(LANGUAGE_MODEL in name for name in self.shapes) else ""
-        return sum(
-            lora.rank * sum(shape)
+        return [
+            shape
             for name, shape in self.shapes.items()
             if len(shape) == 2
             and part in name
             and (targets != "all-linear" or self.experts is None or ATTENTION in name)
             and not any(part in name for part in NO_LAYERS)
             and (targets == "all-linear" or name.split(".")[-2:-1] in [[each] for each in targets])
-        )
+        ]
 
 
 def find_model(model: str, revision: str | None = None, *, online: bool = True) -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shared.job import LoraSpec
 from shared.plan.memory import (
     Ranks,
     SamplerShape,
@@ -161,6 +162,21 @@ def test_adapters_alone_have_gradients_and_states_under_lora() -> None:
     # the reference is the model without its adapters, and the output head has no gradient
     assert found.reference_gib == 0
     assert found.logits_gib == gib(8 * 2**26 + 8 * 16_384 * 896)
+
+
+def test_with_dropout_each_adapter_keeps_an_input_of_its_own() -> None:
+    qwen, dropping = model("Qwen2.5-0.5B"), LoraSpec(dropout=0.05)
+    # Inputs of q, k, v, gate and up, of o, and of down, with a mask of as many elements; without
+    # dropout there are 2 x 896 + 896 + 4864.
+    inputs = 5 * 896 + 896 + 4864
+    plain = layer_bytes_per_token(qwen, 4, "cpu", LoraSpec())
+    assert plain == layer_bytes_per_token(qwen, 4, "cpu") == 107_520
+    assert layer_bytes_per_token(qwen, 4, "cpu", dropping) == plain + 8 * inputs - 4 * 7552
+    assert layer_bytes_per_token(qwen, 2, "gpu", dropping) == 57_344 + 3 * inputs - 2 * 7552
+    wanted = job(lora=dropping.model_dump(), memory={"micro_batch_tokens": 4096})
+    found = trainer_memory(qwen, wanted, Ranks(1, 2, "gpu"))
+    kept = 2 * 896 * 24 + 57_344 + 3 * inputs - 2 * 7552
+    assert found.activations_gib == gib(4096 * (kept + 6 * 4864))
 
 
 def test_a_reference_model_is_a_second_copy() -> None:
