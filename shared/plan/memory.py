@@ -13,8 +13,8 @@ The trainer, on each rank:
                                            micro-batch's own, in bfloat16 at stage 1
     optimizer     12 T                     float32 masters and Adam's two moments; over N from
                                            stage 1; 8 T where the weights are float32 at stage 0
-    activations   k + m (a + 3 b I)        each layer's input, and one layer computed again
-                  k + 3 m b I              without gradient checkpointing
+    activations   k + m (a + i)            each layer's input, and one layer computed again
+                  k + m i                  without gradient checkpointing
       with k      m b H L, or m L a        kept of all layers, with and without checkpointing
       with a      b (4 I + 2 A D + 2 K D + 4 H) + 8 H
                   + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
@@ -23,12 +23,17 @@ The trainer, on each rank:
                   + (b + d) S              where adapters have dropout: each keeps its input, of S
                   - b (2 H + A D + I)      elements together, and a mask of d bytes, 1 on a GPU and
                                            b on a CPU, in place of what several share
+      with i      max(3 b I, j)            gradients in the MLP, or in attention after it, where
+                                           what the MLP kept is freed
+      with j      4 g c K D - 4 b I        where prefixes are shared: keys and values that are
+                                           gathered, at most g = 8 of a token, and their gradients,
+                                           in c bytes: 4 on a CPU, b on a GPU
     kernel        4 A D (P + S + Q)        on a GPU in bfloat16: the backward pass of attention's
                                            kernel, which computes a part of a row at a time
       with P      min(129 m, 16384)        queries whose gradient it has in float32, padded
       with S      132 M / A                as many again for each group of multiprocessors, of the
                                            longest node, M = `sampling.max_tokens`: sums in order
-      with Q      min(2 m, 32768)          keys and values, whose gradients it has for each head
+      with Q      min(g m, 32768)          keys and values, whose gradients it has for each head
     logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
                   + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
                                            goes into it
@@ -118,6 +123,9 @@ TILE_LOGITS = {"cpu": 1 << 22, "gpu": 1 << 26}
 """Logits of one tile: on a CPU they fit its caches (16 MiB in float32), on a GPU they keep its
 matrix units busy (256 MiB)."""
 
+KEYS_PER_TOKEN = 8
+"""Most keys that attention gathers for a micro-batch, per token of its budget. A shared prefix is
+computed once, but its keys are gathered for each sequence that continues it."""
 KERNEL_TOKENS, KERNEL_PADDING, KERNEL_KEYS = 1 << 14, 128, 1 << 15
 """Most tokens and keys of one call of the kernel for sequences of unequal length. Its backward pass
 has a float32 copy of the queries' gradient, with so many tokens of padding for each node, and the
@@ -228,8 +236,19 @@ def activation_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     checkpointed = job.memory.gradient_checkpointing
     size = ranks.itemsize
     again = layer_bytes_per_token(model, size, ranks.device, job.lora) if checkpointed else 0
-    in_layer = tokens * (again + 3 * size * model.intermediate)
+    in_layer = tokens * (again + gradient_bytes_per_token(model, job, ranks))
     return kept_bytes(model, job, ranks, tokens) + in_layer
+
+
+def gradient_bytes_per_token(model: Model, job: Job, ranks: Ranks) -> int:
+    """Returns what a layer's backward pass takes of a token beside what the layer keeps: `i`
+    above."""
+    in_mlp = 3 * ranks.itemsize * model.intermediate
+    if job.memory.shared_prefix == "off":
+        return in_mlp
+    itemsize = 4 if ranks.device == "cpu" else ranks.itemsize
+    gathered = 4 * KEYS_PER_TOKEN * itemsize * model.kv_heads * model.head_size
+    return max(in_mlp, gathered - 4 * ranks.itemsize * model.intermediate)
 
 
 def kernel_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
@@ -240,7 +259,7 @@ def kernel_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
         return 0
     padded = min(tokens * (1 + KERNEL_PADDING), KERNEL_TOKENS)
     split = MULTIPROCESSORS * min(tokens, job.sampling.max_tokens) // model.heads
-    keys = min(2 * tokens, KERNEL_KEYS)
+    keys = min(KEYS_PER_TOKEN * tokens, KERNEL_KEYS)
     return 4 * model.heads * model.head_size * (padded + split + keys)
 
 

@@ -36,6 +36,8 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.plan.memory import KEYS_PER_TOKEN
+
 MIN_SAVED = 16
 """Fewest tokens that a shared node saves: (its sequences - 1) x its tokens."""
 
@@ -167,10 +169,6 @@ its prefix again."""
 
 TIME_TOLERANCE = 1.02
 """Longer runs are taken if their step takes at most so many times the shortest time."""
-
-KEYS_PER_TOKEN = 8
-"""Most keys that attention gathers for a micro-batch, per token of its budget. A shared prefix is
-computed once, but its keys are gathered for each sequence that continues it."""
 
 MAX_TRIES = 64
 """Most micro-batches that are tried for a run, the cheapest first. Without a limit, planning takes

@@ -13,7 +13,7 @@ from shared.plan.memory import (
     trainer_memory,
 )
 from shared.plan.model import of_config
-from tests.support.plan_models import job, model
+from tests.support.plan_models import LLAMA_8B, job, model
 
 GIB = 1 << 30
 
@@ -83,7 +83,7 @@ PAIRS = {
 }
 
 # The kernel's backward pass, 4 A D (16,384 + 132 x 512 / A + 32,768): of queries, padded; again
-# for parts of the longest node; and of two gathered keys for each token.
+# for parts of the longest node; and of gathered keys, a part of the row at a time.
 KERNEL = {
     "Qwen2.5-0.5B": 4 * 14 * 64 * (16_384 + 4_827 + 32_768),
     "Qwen2.5-1.5B": 4 * 12 * 128 * (16_384 + 5_632 + 32_768),
@@ -136,8 +136,26 @@ def test_in_float32_stage_0_has_no_masters_besides_the_weights() -> None:
 def test_without_checkpointing_every_layer_keeps_what_one_would() -> None:
     wanted = job(memory={"gradient_checkpointing": False, "micro_batch_tokens": 4096})
     found = trainer_memory(model("Qwen2.5-0.5B"), wanted, Ranks(1, 2, "gpu"))
-    kernel = 4 * 14 * 64 * (16_384 + 4_827 + 8192)  # two keys for each of 4096 tokens
+    kernel = 4 * 14 * 64 * (16_384 + 4_827 + 32_768)  # 8 keys for each of 4096 tokens
     assert found.activations_gib == gib(4096 * (24 * 57_344 + 6 * 4864) + kernel)
+
+
+def test_keys_that_sequences_gather_of_a_shared_prefix_are_planned() -> None:
+    """With a head of keys for each head of queries, attention's backward pass takes more than the
+    MLP's: 8 keys and values of a token and their gradients, once the MLP has freed what it kept."""
+    many_heads = of_config({**LLAMA_8B, "num_key_value_heads": 32}, "many heads")
+    kept = 2 * 4096 * 32 + 200_704 + 2 * 2 * 24 * 128
+    in_attention = 4 * 8 * 2 * 32 * 128 - 4 * 2 * 14_336
+    found = trainer_memory(many_heads, job(), Ranks(1, 2, "gpu"))
+    assert found.activations_gib == gib(16_384 * (kept + in_attention))
+    # on a CPU in float32, whatever the model's dtype
+    found = trainer_memory(many_heads, job(), Ranks(1, 2, "cpu"))
+    kept += 10 * 32 * 128
+    in_attention += 4 * 8 * 2 * 32 * 128
+    assert found.activations_gib == gib(16_384 * (kept + in_attention))
+    apart = job(memory={"shared_prefix": "off"})
+    found = trainer_memory(many_heads, apart, Ranks(1, 2, "cpu"))
+    assert found.activations_gib == gib(16_384 * (kept + 3 * 2 * 14_336))
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_one_of_its_own() -> None:
