@@ -41,6 +41,19 @@ def writing(what: str, path: Path) -> Generator[None]:
         ) from error
 
 
+def kept_secret(path: Path) -> bytes:
+    """Returns the random secret in this file, which the first call makes. Orchestrators that share
+    the folder have the same. Raises Failed if the disk refuses it."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    with writing("folder", path.parent):
+        disk.make_folder(path.parent)
+        path.parent.chmod(0o700)
+        with contextlib.suppress(FileExistsError):
+            disk.create_file(path, secrets.token_bytes(32))
+    return path.read_bytes()
+
+
 def why_not_writable(runs_dir: Path) -> str | None:
     """Returns why `runs_dir` cannot be written; None if a small file could be written, flushed and
     removed, and some space is left. Waits without limit for the disk. Does not make a missing

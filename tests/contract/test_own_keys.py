@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -345,3 +346,31 @@ async def test_a_session_finds_the_models_of_its_own_caller(
     session = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": program.model}
     opened = await http.post("/api/v1/create_sampling_session", json=session, headers=root)
     assert opened.json()["sampling_session_id"].startswith(f"{roots}:"), opened.text
+
+
+async def test_another_keys_upload_is_not_found_by_its_idempotency_key(
+    http: httpx.AsyncClient, settings: Settings
+) -> None:
+    alice, bob, root = (
+        bearer(settings, "alice"),
+        bearer(settings, "bob"),
+        {"authorization": f"Bearer {ROOT}"},
+    )
+
+    async def upload(headers: dict[str, str], row: bytes) -> httpx.Response:
+        given = headers | {"idempotency-key": "train-v1"}
+        files, data = {"file": ("rows.jsonl", row)}, {"purpose": "fine-tune"}
+        return await http.post("/v1/files", headers=given, files=files, data=data)
+
+    ids: list[str] = []
+    for headers, row in ((alice, b'{"prompt": "secret"}'), (bob, b"{}"), (root, b"{}")):
+        stored = await upload(headers, row)
+        assert stored.status_code == 200, stored.text
+        assert (await upload(headers, row)).json() == stored.json()
+        ids.append(stored.json()["id"])
+    assert len(set(ids)) == 3
+    for guessed in ("train-v1", "alice/train-v1"):
+        id = f"file-{hashlib.sha256(guessed.encode()).hexdigest()[:24]}"
+        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            found = await http.request(method, f"/v1/files/{id}{path}", headers=bob)
+            assert found.status_code == 404, found.text

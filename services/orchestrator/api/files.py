@@ -20,6 +20,7 @@ from shared.errors import BadRequest, HoneError, NotFound, TooLarge
 from shared.explain import nearest
 from shared.host.logs import get_logger
 from shared.host.processes import run_in_thread
+from shared.http.gate import scope_key
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
 from shared.job import UPLOADED
@@ -79,7 +80,7 @@ def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: S
                 raise _too_large(file.size, settings)
             key = request.headers.get("idempotency-key")
             name = _filename(file)
-            id = new_id(key)
+            id = await _id_of(key, uploads)
             add = functools.partial(uploads.add, file.file, name, purpose, id)
             async with _alone_with(uploads, id):
                 stored = await _written(add)
@@ -162,6 +163,12 @@ async def _finish_removal(uploads: Uploads, store: Store, id: str) -> None:
                 await _written(functools.partial(uploads.remove, id))
             elif removed is not None:
                 await store.removals.undo(id)
+
+
+async def _id_of(key: str | None, uploads: Uploads) -> str:
+    """Returns the id for an upload. With the same idempotency key, another API key that sees its
+    own jobs alone has another file."""
+    return new_id(scope_key(key), await _written(uploads.secret)) if key else new_id(None)
 
 
 @contextlib.asynccontextmanager

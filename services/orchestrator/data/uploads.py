@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import os
 import secrets
 import shutil
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.orchestrator.writable import writing
+from services.orchestrator.writable import kept_secret, writing
 from shared.errors import BadRequest, Conflict, NotFound, TooLarge
 from shared.host import disk
 from shared.host.logs import get_logger
@@ -89,6 +90,10 @@ class Uploads:
                 held.enter_context(disk.locked(lock))
             held.callback(lock.unlink, missing_ok=True)
             yield
+
+    def secret(self) -> bytes:
+        """Returns what makes ids of idempotency keys for this folder of runs (`new_id`)."""
+        return kept_secret(self._root.parent / ".keys" / "files.secret")
 
     def add(self, content: BinaryIO, filename: str, purpose: Purpose, id: str) -> UploadedFile:
         """Stores a file under this id (`new_id`); it is on disk when this returns. Call it within
@@ -212,10 +217,12 @@ class Uploads:
                     get_logger().info("unfinished upload removed", folder=folder.name)
 
 
-def new_id(key: str | None) -> str:
-    """Returns the id for an upload: with the same idempotency key always the same."""
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
-    return f"file-{digest}"
+def new_id(key: str | None, secret: bytes = b"") -> str:
+    """Returns the id for an upload: with the same idempotency key and secret always the same. The
+    id is all that a file is found by, so who guesses the key must not know the id."""
+    if key:
+        return f"file-{hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:24]}"
+    return f"file-{secrets.token_hex(12)}"
 
 
 def _size_of(content: BinaryIO) -> int:

@@ -46,9 +46,8 @@ from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.store.run_folders import files_of, path_of
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import write_despite_cancel
-from services.orchestrator.writable import RunsDirCheck, writing
+from services.orchestrator.writable import RunsDirCheck, kept_secret
 from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
-from shared.host import disk
 from shared.host.logs import get_logger
 from shared.http import codec
 from shared.http.gate import caller
@@ -447,7 +446,7 @@ class Downloads:
         one = await asyncio.to_thread(find_saved, record, id)
         expires = int(time.time() + URL_S)
         files = await asyncio.to_thread(files_of, Path(one.path))
-        secret = await write_despite_cancel(self._secret)
+        secret = await write_despite_cancel(kept_secret, self._secret_file)
         urls: dict[str, str] = {}
         for file in files:
             signature = _signed(secret, record.id, one.number, file.name, expires)
@@ -457,7 +456,8 @@ class Downloads:
 
     async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
         """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
-        wanted = _signed(await write_despite_cancel(self._secret), job, number, name, expires)
+        secret = await write_despite_cancel(kept_secret, self._secret_file)
+        wanted = _signed(secret, job, number, name, expires)
         if not hmac.compare_digest(wanted.encode(), signature.encode()) or expires < time.time():
             raise Unauthorized("the address is not one of an export's files, or not any more")
         run_dir = Path((await self._store.get(job)).run_dir)
@@ -465,18 +465,6 @@ class Downloads:
         if number not in found:
             raise NotFound(f"the export {number} of the model {job!r} is not there any more")
         return await asyncio.to_thread(path_of, Path(found[number].path), name)
-
-    def _secret(self) -> bytes:
-        """Returns the secret of this folder of runs, which the first call makes."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._secret_file.read_bytes()
-        folder = self._secret_file.parent
-        with writing("folder", folder):
-            disk.make_folder(folder)
-            folder.chmod(0o700)
-            with contextlib.suppress(FileExistsError):
-                disk.create_file(self._secret_file, secrets.token_bytes(32))
-        return self._secret_file.read_bytes()
 
 
 def _signed(secret: bytes, job: str, number: int, name: str, expires: int) -> str:
