@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 import threading
 from array import array
 from codecs import BOM_UTF8
@@ -23,6 +24,7 @@ import httpx2 as httpx
 
 from services.orchestrator.errors import OperatorActionNeeded
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
+from shared.http import codec
 from shared.weights.folders import digest_of_file
 from shared.wire.messages import without_arrow_nones
 
@@ -84,7 +86,7 @@ class JsonTable:
 
     def rows(self) -> Rows:
         if self._is_list():
-            return RowList(self._list())
+            return self._list_rows()
         return FileRows(self, _indexed(self) if self.version else self.index())
 
     def index(self) -> Index:
@@ -101,7 +103,7 @@ class JsonTable:
 
     def stream(self) -> Iterator[Row]:
         if self._is_list():
-            yield from self._list()
+            yield from (row for _, row in self._list(self._text()))
             return
         with self.path.open("rb") as file:
             for _, line, number in _lines(file):
@@ -112,17 +114,44 @@ class JsonTable:
             lines = (line.removeprefix(BOM_UTF8).strip() for line in file)
             return next(filter(None, lines), b"").startswith(b"[")
 
-    def _list(self) -> list[Row]:
+    def _list_rows(self) -> ListRows:
+        text, offsets, columns = self._text(), array("Q"), dict[str, None]()
+        for offset, row in self._list(text):
+            offsets.append(offset)
+            columns.update(dict.fromkeys(row))
+        return ListRows(self.name, text, offsets, list(columns))
+
+    def _text(self) -> str:
+        data = self.path.read_bytes().removeprefix(BOM_UTF8)
         try:
-            found = cast(list[Any], json.loads(self.path.read_bytes()))
-        except (ValueError, RecursionError) as error:
+            return data.decode(json.detect_encoding(data))
+        except UnicodeDecodeError as error:
             raise self._not_json(str(error)) from error
-        for number, row in enumerate(found):
-            if not isinstance(row, dict):
-                raise BadRequest(f"row {number} of {self.name} is {row!r:.80}; {AN_OBJECT}")
-        return found
+
+    def _list(self, text: str) -> Iterator[tuple[int, Row]]:
+        """Yields the offset of each row of a list, and the row. Each is read by itself: while a
+        text is read as JSON, nothing else happens in this process."""
+        at = _skipped(text, _skipped(text, 0) + 1)
+        if text[at : at + 1] == "]":
+            return
+        for number in itertools.count():
+            check_wanted()
+            try:
+                row, end = _row_at(text, at, f"row {number} of {self.name}")
+                if not isinstance(row, dict):
+                    raise BadRequest(f"row {number} of {self.name} is {row!r:.80}; {AN_OBJECT}")
+                yield at, cast(Row, row)
+                end = _skipped(text, end)
+                at = _skipped(text, end + 1)
+                if text[end : end + 1] == "]" and at == len(text):
+                    return
+                if text[end : end + 1] != ",":
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+            except (ValueError, RecursionError) as error:
+                raise self._not_json(str(error)) from error
 
     def _parsed(self, line: bytes, number: int) -> Row:
+        _check_row(line, 0, len(line), f"line {number} of {self.name}")
         try:
             row: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -141,6 +170,73 @@ class JsonTable:
 
 
 AN_OBJECT = "expected a JSON object"
+
+MAX_ROW_BYTES = 64 << 20
+
+MAX_ROW_WEIGHT = 1 << 20
+"""Of one row: a quarter of a second in which the process does nothing else."""
+
+WINDOW = 1 << 16
+"""Characters in which a row of a list is looked for first. Of `WINDOW` any JSON is read soon."""
+
+SPACE = re.compile(r"[ \t\n\r]*")
+
+AT_END = 16
+"""Characters before the end of a window in which an error may be because the window ends."""
+
+
+def _check_row(data: bytes | str, start: int, end: int, where: str) -> None:
+    """Raises BadRequest for a row that takes too long to read."""
+    if end - start <= WINDOW:
+        return
+    weight = codec.json_weight(data, start, min(end, start + MAX_ROW_BYTES))
+    if weight > MAX_ROW_WEIGHT or end - start > MAX_ROW_BYTES:
+        raise BadRequest(
+            f"{where} has {end - start} bytes with more than {weight} numbers, lists and tables (a "
+            f"list or table counts as {codec.BRACKET_WEIGHT}); expected at most {MAX_ROW_BYTES} "
+            f"bytes and {MAX_ROW_WEIGHT} of these in a row"
+        )
+
+
+def _skipped(text: str, at: int) -> int:
+    """Returns the place of the first character from `at` on that is no white space."""
+    found = SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _row_at(text: str, at: int, where: str) -> tuple[Any, int]:
+    """Returns the JSON value at a place of the text, and where it ends. Raises BadRequest for one
+    that takes too long to read, and ValueError for what is no JSON."""
+    size = WINDOW
+    while True:
+        end = min(at + size, len(text))
+        _check_row(text, at, end, where)
+        try:
+            row, length = json.JSONDecoder().raw_decode(text[at:end])
+            return row, at + length
+        except json.JSONDecodeError as error:
+            is_cut = error.msg.startswith("Unterminated string") or error.pos > end - at - AT_END
+            if end == len(text) or not is_cut:
+                raise json.JSONDecodeError(error.msg, text, at + error.pos) from None
+        size *= 8
+
+
+class ListRows:
+    """Rows of a list in JSON. In memory are its text and their offsets; a row is read when it is
+    needed: as Python's objects all rows could take twenty times as much."""
+
+    def __init__(self, name: str, text: str, offsets: array[int], columns: list[str]) -> None:
+        self.column_names = columns
+        self._name, self._text, self._offsets = name, text, offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int, /) -> Row:
+        where = f"row {index} of {self._name}"
+        row, _ = _row_at(self._text, self._offsets[index], where)
+        return {name: row.get(name) for name in self.column_names}
+
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 

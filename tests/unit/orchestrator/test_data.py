@@ -180,7 +180,7 @@ def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, senten
         ("a.jsonl", '{"prompt": "x"}\n[1]\n', "line 2 of dataset '"),
         ("a.jsonl", b'{"prompt": "\xff"}\n', "line 1: 'utf-8' codec can't decode byte 0xff"),
         ("a.json", '[{"prompt": "x"}, 3]', "a.json' is 3; expected a JSON object"),
-        ("a.json", "[1, ", "a.json' cannot be read as JSON: "),
+        ("a.json", '[{"prompt": "x"}, ', "a.json' cannot be read as JSON: "),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "Expected 2 fields in line 3, saw 3"),
         (
             "a.csv",
@@ -238,6 +238,37 @@ def test_an_uploaded_file_whose_name_says_no_format_is_refused(settings: Setting
         BadRequest, match=r"\(rows\.txt\); expected one uploaded with a name ending in"
     ):
         load({"train": file.id}, settings)
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
+def test_a_row_that_stops_everything_else_while_it_is_read_is_refused(
+    tmp_path: Path, ending: str
+) -> None:
+    row = '{"prompt": [' + "[]," * 400_000 + "[]]}"
+    path = tmp_path / f"a{ending}"
+    path.write_text(f'[{{"prompt": "x"}}, {row}]' if ending == ".json" else row)
+    with pytest.raises(BadRequest, match="of these in a row"):
+        load({"train": str(path)}, Settings())
+
+
+def test_a_list_is_read_row_by_row(tmp_path: Path) -> None:
+    path, rows = tmp_path / "a.json", list[dict[str, Any]]()
+    for size in (0, 10, tables.WINDOW - 20, tables.WINDOW, 3 * tables.WINDOW, 9 * tables.WINDOW):
+        rows += [{"prompt": '\u00e4\\"],' * (size // 5)}, {f"column {size}": [{"a": [1]}]}]
+    for text in (json.dumps(rows, ensure_ascii=False), "\ufeff \n" + json.dumps(rows, indent=9)):
+        path.write_text(text)
+        found = tables.JsonTable("a", path, None).rows()
+        assert [*tables.JsonTable("a", path, None).stream()] == rows
+        assert len(found) == len(rows)
+        assert found.column_names[:2] == ["prompt", "column 0"]
+        for index, row in enumerate(rows):
+            assert {k: v for k, v in found[index].items() if v is not None} == row
+    for wrong in ("[{}", "[{},]", "[{} {}]", "[{}] x", "[,]", '[{"a": tru}]', "["):
+        path.write_text(wrong)
+        with pytest.raises(BadRequest, match="cannot be read as JSON"):
+            tables.JsonTable("a", path, None).rows()
+    path.write_text("[]")
+    assert len(tables.JsonTable("a", path, None).rows()) == 0
 
 
 def test_jobs_read_files_of_the_folders_that_they_may_and_no_others(tmp_path: Path) -> None:
