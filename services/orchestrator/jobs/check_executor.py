@@ -190,7 +190,8 @@ def _on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
 class RoundRobin:
     """Serves `num` requests at a time. Callers take turns: a caller with a thousand requests delays
     each other caller by one of them. A caller never gets the last free place if it has all others,
-    so another caller need not wait for slow work. Raises Busy beyond `MAX_WAITING_BYTES`.
+    so another caller need not wait for slow work. Beyond `MAX_WAITING_BYTES`, raises Busy for a
+    caller that has its share of these waiting already, so that no caller keeps others out.
 
     The caller that began a turn ends it. The sandbox (`services/reward/sandbox/base.py`) is
     similar, but gives turns by time used, and at three levels.
@@ -200,17 +201,19 @@ class RoundRobin:
         self._num = num
         self._running: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
-        self._num_bytes = 0
+        self._bytes: Counter[Hashable] = Counter()  # that wait, by caller
         self._mean_s = 1.0
 
     async def begin(self, who: Hashable, size_bytes: int = 0) -> float:
         """Waits for a turn of `who`. Returns when it began, which `end` needs."""
         size_bytes = max(size_bytes, LEAST_BYTES)
-        if self._num_bytes and self._num_bytes + size_bytes > MAX_WAITING_BYTES:
+        share = MAX_WAITING_BYTES / len(self._bytes.keys() | {who})
+        is_full = self._bytes.total() + size_bytes > MAX_WAITING_BYTES
+        if is_full and self._bytes[who] and self._bytes[who] + size_bytes > share:
             raise self._busy()
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(who, deque()).append(turn)
-        self._num_bytes += size_bytes
+        self._bytes[who] += size_bytes
         self._give()
         try:
             await turn
@@ -219,7 +222,7 @@ class RoundRobin:
                 self._end(who)
             raise
         finally:
-            self._num_bytes -= size_bytes
+            self._bytes -= Counter({who: size_bytes})  # forgets who has none
             self._forget(who, turn)
         return time.monotonic()
 
@@ -260,7 +263,7 @@ class RoundRobin:
     def _busy(self) -> Busy:
         wait_s = math.ceil(self.num_waiting * self._mean_s / self._num)
         return Busy(
-            f"{self.num_waiting} jobs wait to be checked, which take {self._num_bytes} bytes; at "
-            f"most {MAX_WAITING_BYTES} are held: ask again",
+            f"{self.num_waiting} jobs wait to be checked, which take {self._bytes.total()} "
+            f"bytes; at most {MAX_WAITING_BYTES} are held: ask again",
             retry_after_s=min(max(wait_s, 1), MAX_RETRY_AFTER_S),
         )

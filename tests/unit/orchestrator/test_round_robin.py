@@ -70,8 +70,12 @@ async def test_what_waits_is_bounded_by_its_bytes_not_by_its_number(
     await settle()
     assert turns.num_waiting == 100, "one has its turn, and is not counted"
     with pytest.raises(Busy, match="100 jobs wait to be checked, which take 409600 bytes") as busy:
-        await turns.begin("b")
+        await turns.begin("a")
     assert busy.value.retry_after_s == 60, "a hundred at a second each, and a minute at most"
+    tasks += [asyncio.create_task(begun(turns, "b", order)) for _ in range(60)]
+    await settle()
+    assert turns.num_waiting == 150, "another caller has its share all the same: a half"
+    assert sum(task.done() and isinstance(task.exception(), Busy) for task in tasks) == 10
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
