@@ -43,6 +43,7 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
 from services.orchestrator.writable import RunsDirCheck
 from shared.errors import HoneError
+from shared.http import codec
 from shared.http.operations import DrainState
 from shared.http.service import Service
 from shared.plan.gpus import CpuRates
@@ -103,6 +104,7 @@ def create_service(
         keys=SessionKeys(sessions, named),
         public=lambda path: page.is_public(path) or tinker.is_public(path),
         most_bytes=most_bytes,
+        most_weight=most_weight,
     )
     if workers:
         _add_gauges(service, workers)
@@ -116,7 +118,8 @@ BODY_BYTES = 1 << 20
 """Most bytes of a body, a job's included, but for `LARGER`."""
 
 LARGER = (
-    (re.compile(r"/v1/files|/v1/jobs/[^/]+/(groups|atropos/.*)"), sys.maxsize),  # data
+    (re.compile(r"/v1/files"), sys.maxsize),
+    (re.compile(r"/v1/jobs/[^/]+/(groups|atropos/.*)"), groups.MAX_BODY_BYTES),
     (
         re.compile(  # a session's, which bound what they take
             r"(/sessions/[^/]+)?/(v1/(chat/completions|completions|messages|responses)"
@@ -132,6 +135,25 @@ LARGER = (
 
 def most_bytes(path: str) -> int:
     return next((most for larger, most in LARGER if larger.fullmatch(path)), BODY_BYTES)
+
+
+WEIGHT, LARGER_WEIGHT = 1 << 18, 1 << 21
+"""Most that a body may weigh (`codec.json_weight`), and one of `LARGER`: a third of a second in
+which nothing else is done."""
+
+NO_JSON = re.compile(r"/v1/files|/api/v1/(forward|forward_backward)")
+ONLY_JSON = re.compile(
+    r"/api/v1/.*|/v1/jobs/[^/]+/atropos/.*|/sessions/.*|/inference/.*"
+    r"|/v1/(chat/completions|completions|messages|responses)"
+)
+"""Paths that read JSON whatever the type of a body is said to be."""
+
+
+def most_weight(path: str, kind: str = codec.JSON) -> int | None:
+    """Returns how much a body of the path and the type may weigh as JSON; None if it is no JSON."""
+    if NO_JSON.fullmatch(path) or (kind == codec.MSGPACK and not ONLY_JSON.fullmatch(path)):
+        return None
+    return WEIGHT if most_bytes(path) == BODY_BYTES else LARGER_WEIGHT
 
 
 def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders) -> Extensions:

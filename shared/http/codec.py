@@ -11,7 +11,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import BaseModel, ValidationError
 
 from shared.documented import BINARY
-from shared.errors import BadRequest
+from shared.errors import BadRequest, TooLarge
 from shared.explain import sentences
 
 JSON = "application/json"
@@ -80,6 +80,15 @@ def json_weight(data: bytes | str, start: int = 0, end: int | None = None) -> in
     return given.count(comma, start, end) + BRACKET_WEIGHT * brackets
 
 
+def check_weight(weight: int, most: int, what: str = "the body") -> None:
+    """Raises TooLarge for more than `most`."""
+    if weight > most:
+        raise TooLarge(
+            f"{what} has more than {most} numbers, lists and tables (a list or a table counts as "
+            f"{BRACKET_WEIGHT}, commas and brackets in texts count too); expected at most {most}"
+        )
+
+
 MAX_NUMBER = 2**63
 """Bound of whole numbers in JSON: msgpack, Redis and numpy carry 64 bits."""
 
@@ -114,9 +123,12 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
-    """Returns the model that `data` holds; raises BadRequest with one sentence per fault."""
-    return _validated(model, data, media_type, tolerant=False)
+def decode(
+    model: type[M], data: bytes, media_type: str = JSON, most_weight: int | None = None
+) -> M:
+    """Returns the model that `data` holds; raises BadRequest with one sentence per fault, and
+    TooLarge for msgpack of more than `most_weight` (`json_weight`)."""
+    return _validated(model, data, media_type, tolerant=False, most_weight=most_weight)
 
 
 def decode_tolerantly(model: type[M], data: bytes, media_type: str = JSON) -> M:
@@ -125,7 +137,14 @@ def decode_tolerantly(model: type[M], data: bytes, media_type: str = JSON) -> M:
     return _validated(model, data, media_type, tolerant=True)
 
 
-def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) -> M:
+def _validated(
+    model: type[M],
+    data: bytes,
+    media_type: str,
+    *,
+    tolerant: bool,
+    most_weight: int | None = None,
+) -> M:
     is_closed = model.model_config.get("extra") == "forbid"
     extra = "ignore" if tolerant and is_closed else None  # an open model keeps its extra fields
     try:
@@ -133,7 +152,9 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
             if not tolerant and _SUSPECT.search(data):
                 read_json(data)
             return model.model_validate_json(data or b"{}", extra=extra)
-        return model.model_validate(_unpacked(data), extra=extra, context={BINARY: True})
+        return model.model_validate(
+            _unpacked(data, most_weight), extra=extra, context={BINARY: True}
+        )
     except ValidationError as error:
         faults = sentences(error, model)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
@@ -144,9 +165,27 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
         ) from error
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpacked(data: bytes, most_weight: int | None) -> Any:
     """Raises ValueError for a table with a list or a table as a key, which Python cannot hold."""
+    limits = {} if most_weight is None else _Scale(most_weight).limits()
     try:
-        return _msgpack.unpackb(data, raw=False, strict_map_key=False)
+        return _msgpack.unpackb(data, raw=False, strict_map_key=False, **limits)
     except TypeError as error:
         raise ValueError(f"a key of a table is a list or a table ({error})") from error
+
+
+class _Scale:
+    """Weighs lists and tables as msgpack makes them. Raises TooLarge beyond `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._weight = most, 0
+
+    def limits(self) -> dict[str, Any]:
+        """Returns arguments of msgpack."""
+        one = {"max_array_len": self._most, "max_map_len": self._most}
+        return one | {"list_hook": self._weigh, "object_hook": self._weigh}
+
+    def _weigh(self, made: Any) -> Any:
+        self._weight += BRACKET_WEIGHT + len(made)
+        check_weight(self._weight, self._most)
+        return made

@@ -34,9 +34,10 @@ from shared.errors import (
     Unauthorized,
 )
 from shared.host.logs import get_logger
+from shared.http import codec
 from shared.http.operations import LINES, OPEN_PATHS, DrainState
 from shared.http.ownership import HEADER, Ownership, asking, requester_of
-from shared.http.rendering import problem
+from shared.http.rendering import MOST_WEIGHT, problem
 from shared.http.urls import is_loopback
 from shared.settings import Settings
 from shared.wire import ApiKey
@@ -126,9 +127,11 @@ class Gate:
         keys: AcceptedKeys | None = None,
         public: Callable[[str], bool] = lambda path: False,
         most_bytes: Callable[[str], int] | None = None,
+        most_weight: Callable[[str, str], int | None] | None = None,
     ) -> None:
         self._app = app
         self._most_bytes = most_bytes
+        self._most_weight = most_weight
         self._public = public
         self._ownership = ownership
         self._keys = keys
@@ -169,7 +172,12 @@ class Gate:
             self._check(scope["path"], headers)
             asking.set(requester_of(headers.get(HEADER, "")) if is_authorized else None)
             self._ownership.hear()
-            await self._app(scope, self._bounded(receive, scope["path"]), send_with_id)
+            kind = headers.get("content-type", "").partition(";")[0].strip()
+            most_weight = self._most_weight(scope["path"], kind) if self._most_weight else None
+            if self._most_weight:
+                scope[MOST_WEIGHT] = self._most_weight(scope["path"], codec.JSON)
+            bounded = self._bounded(receive, scope["path"], most_weight)
+            await self._app(scope, bounded, send_with_id)
         except HoneError as error:
             await problem(error)(scope, receive, send_with_id)
         except ClientDisconnect:  # while it sent its body: no one is left to answer
@@ -235,14 +243,14 @@ class Gate:
         most = self._max_body_bytes
         return min(most, self._most_bytes(path)) if self._most_bytes else most
 
-    def _bounded(self, receive: Receive, path: str) -> Receive:
+    def _bounded(self, receive: Receive, path: str, most_weight: int | None) -> Receive:
         """Returns `receive` with limits, because a body may hide its length and may never
         arrive."""
-        taken, is_complete, start = 0, False, asyncio.get_running_loop().time()
+        weight, taken, is_complete, start = 0, 0, False, asyncio.get_running_loop().time()
         most_bytes = self._limit(path)
 
         async def bounded() -> Message:
-            nonlocal taken, is_complete
+            nonlocal weight, taken, is_complete
             if is_complete:
                 return await receive()
             latest = start + BODY_S + taken / MIN_BODY_BYTES_PER_S
@@ -257,6 +265,9 @@ class Gate:
             is_complete = not message.get("more_body", False)
             if taken > most_bytes:
                 raise self._too_long(f"more than {most_bytes}", path)
+            if most_weight is not None:
+                weight += codec.json_weight(message.get("body", b""))
+                codec.check_weight(weight, most_weight)
             return message
 
         return bounded

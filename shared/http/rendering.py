@@ -133,6 +133,16 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+MOST_WEIGHT = "hone_most_weight"
+"""The key, in a request's scope, of the most that its body may weigh (`codec.json_weight`)."""
+
+
+def most_weight(request: Request) -> int | None:
+    """Returns the most that the request's body may weigh; None for any."""
+    most: int | None = request.scope.get(MOST_WEIGHT)
+    return most
+
+
 async def parse_body(size: int, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns what `read` makes of a body of `size` bytes, if it is large in a thread, so that
     other requests continue."""
@@ -144,7 +154,8 @@ async def parse_body(size: int, read: Callable[P, T], *args: P.args, **kwargs: P
 async def read_body(request: Request, model: type[M]) -> M:
     """Returns the request's body; "{}" for none. Raises BadRequest as `codec.decode`."""
     data = await request.body()
-    return await parse_body(len(data), codec.decode, model, data, media_type(request, data))
+    kind, most = media_type(request, data), most_weight(request)
+    return await parse_body(len(data), codec.decode, model, data, kind, most)
 
 
 async def render(result: BaseModel, request: Request) -> Response:

@@ -62,7 +62,8 @@ class Service:
     much work is under way, in the service's own unit; None: its number of operations. `keys` are
     accepted beside HONE_TOKEN. `ownership`: which orchestrator owns it, if it can be owned. Paths
     that are `public` need no token to be read. `most_bytes` returns how many bytes a body of a path
-    may have, if fewer than HONE_MAX_BODY_MIB."""
+    may have, if fewer than HONE_MAX_BODY_MIB, and `most_weight` how much a body of a path and type
+    may weigh (`codec.json_weight`); None: it is no JSON, or may weigh anything."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Service:
         ownership: Ownership | None = None,
         public: Callable[[str], bool] = lambda path: False,
         most_bytes: Callable[[str], int] | None = None,
+        most_weight: Callable[[str, str], int | None] | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -91,6 +93,7 @@ class Service:
         self._keys = keys
         self._public = public
         self._most_bytes = most_bytes
+        self._most_weight = most_weight
         self._bodies: dict[tuple[str, str], Any] = {}
         self.gauge("memory_bytes", "Resident memory of the process and its children").set_function(
             resident_bytes
@@ -137,7 +140,8 @@ class Service:
             kind = rendering.media_type(request, data)
             if parameters and request.query_params:
                 data, kind = rendering.body_of_parameters(request, data), codec.JSON
-            body = await rendering.parse_body(len(data), codec.decode, body_type, data, kind)
+            most = rendering.most_weight(request)
+            body = await rendering.parse_body(len(data), codec.decode, body_type, data, kind, most)
             if stream is not None and operations.LINES in request.headers.get("accept", ""):
                 deadline_s = self.settings.operation_deadline_s
                 return await operations.answer(
@@ -248,6 +252,7 @@ class Service:
             keys=self._keys,
             public=self._public,
             most_bytes=self._most_bytes,
+            most_weight=self._most_weight,
         )
         app.add_exception_handler(HoneError, rendering.answer_error)
         app.add_exception_handler(RequestValidationError, rendering.answer_validation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -12,7 +13,8 @@ import httpx2 as httpx
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from services.orchestrator.app import create_service, most_bytes
+from services.orchestrator.app import LARGER_WEIGHT, WEIGHT, create_service, most_bytes
+from services.orchestrator.extensions.pushed import groups
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
 from shared.http import codec
@@ -172,6 +174,67 @@ def test_routes_of_data_take_larger_bodies() -> None:
     assert most_bytes("/v1/jobs/demo-1/groups") > most_bytes("/api/v1/asample") == 8 * MIB
     assert most_bytes("/sessions/a/v1/chat/completions") > 16 * MIB  # which it bounds itself
     assert most_bytes("/api/v1/create_model") == most_bytes("/v1/keys") == MIB
+
+
+@pytest.mark.parametrize(
+    ("path", "most_bytes", "kind"),
+    [
+        ("/v1/jobs/plan", MIB, codec.JSON),
+        ("/operations/wait", MIB, codec.JSON),
+        ("/api/v1/optim_step", MIB, codec.MSGPACK),
+        ("/api/v1/asample", 8 * MIB, codec.JSON),
+        ("/v1/jobs/demo-1/groups", 8 * MIB, codec.JSON),
+        ("/v1/jobs/demo-1/atropos/scored_data", 8 * MIB, codec.MSGPACK),
+        ("/v1/chat/completions", 8 * MIB, codec.MSGPACK),
+    ],
+)
+@pytest.mark.parametrize("value", [b"1", b"[]", b"{}"])
+async def test_json_that_takes_long_to_read_is_refused_before(
+    http: httpx.AsyncClient, path: str, most_bytes: int, kind: str, value: bytes
+) -> None:
+    """While it is read as JSON, nothing else in the process goes on: 8 MiB of "[]," take 6 s."""
+    values = b",".join([value] * ((most_bytes - 100) // (len(value) + 1)))
+    body = b'{"rollouts": [' + values + b"]}"
+    refused = await http.post(path, content=body, headers={"content-type": kind})
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large"), refused.text
+    assert "numbers, lists and tables" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("value", [b"1", b"[]", b"{}"])
+async def test_json_of_an_environment_is_weighed_once_it_is_unpacked(
+    http: httpx.AsyncClient, value: bytes
+) -> None:
+    body = b'{"tokens": [' + b",".join([value] * 3_000_000) + b"]}"
+    headers = {"content-type": codec.JSON, "content-encoding": "gzip"}
+    path = "/v1/jobs/demo-1/atropos/scored_data"
+    refused = await http.post(path, content=gzip.compress(body, 1), headers=headers)
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large"), refused.text
+    body = b'{"images": "' + b" " * groups.MAX_BODY_BYTES
+    refused = await http.post(path, content=gzip.compress(body, 1), headers=headers)
+    assert refused.status_code == 413, refused.text
+
+
+@pytest.mark.parametrize("value", [b"\x90", b"\x80", b"\x01"])
+async def test_msgpack_that_takes_long_to_read_is_refused(
+    http: httpx.AsyncClient, value: bytes
+) -> None:
+    num = 300_000
+    body = b"\x81\xa3ids\xdd" + num.to_bytes(4, "big") + value * num
+    headers = {"content-type": codec.MSGPACK}
+    refused = await http.post("/operations/wait", content=body, headers=headers)
+    assert refused.status_code in (413, 422), refused.text
+    assert "262144" in refused.json()["detail"]
+
+
+def test_groups_of_usual_sizes_are_no_more_than_that() -> None:
+    completion = "def f(x):\n    return {y: [y, x[0]] for y in x}, [x]\n" * 100
+    messages = [{"role": "user", "content": completion}] * 6
+    tokens = [[1] * 16_384] * 16
+    data = {"tokens": tokens, "masks": tokens, "inference_logprobs": tokens}
+    body = json.dumps(data | {"scores": [1.0] * 16, "messages": [messages] * 16}).encode()
+    assert codec.json_weight(body) < LARGER_WEIGHT
+    rows = [{"prompt": completion[:150], "answer": [1, 2]}] * 1000
+    assert codec.json_weight(json.dumps(rows).encode()) < WEIGHT
 
 
 NOT_TAKEN = [

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.extensions.pushed.groups import GroupIntake
+from services.orchestrator.extensions.pushed.groups import MAX_BODY_BYTES, GroupIntake
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
 from shared.http import codec, rendering
@@ -70,6 +70,8 @@ NOT_SAMPLED = -100
 
 UNSUPPORTED = ("images", "distill_token_ids", "distill_logprobs")
 
+PART_BYTES = 1 << 20
+
 T = TypeVar("T")
 
 Converted = tuple[int | None, PushedGroup]
@@ -78,7 +80,7 @@ Converted = tuple[int | None, PushedGroup]
 
 def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> None:
     api = Atropos(pushing)
-    limit_bytes = settings.max_body_mib << 20
+    limit_bytes = min(settings.max_body_mib << 20, MAX_BODY_BYTES)
 
     async def register_env(job_id: str, request: Request) -> Response:
         """Registers an environment; its number is on disk."""
@@ -361,5 +363,14 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
     except zlib.error as error:
         raise BadRequest(f"the body is no gzip: {error}") from error
     if unzip.unconsumed_tail:
-        raise TooLarge(f"the body has more than {limit_bytes} bytes; HONE_MAX_BODY_MIB allows them")
+        raise TooLarge(f"the body has more than {limit_bytes} bytes; expected at most as many")
+    if (most := rendering.most_weight(request)) is not None:
+        codec.check_weight(await asyncio.to_thread(_weight, found), most)
     return found
+
+
+def _weight(data: bytes) -> int:
+    """Returns `codec.json_weight`, letting others work between two parts."""
+    return sum(
+        codec.json_weight(data, at, at + PART_BYTES) for at in range(0, len(data), PART_BYTES)
+    )

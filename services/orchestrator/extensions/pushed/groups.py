@@ -50,6 +50,9 @@ REWARD = "environment"
 MAX_LOGPROB = 0.01
 """Rounding may make a log-prob slightly positive."""
 
+MAX_BODY_BYTES = 128 << 20
+"""Most bytes of a request with groups, also of what it unpacks to."""
+
 COLUMNS = ("sampled", "logprobs", "advantages")
 
 
