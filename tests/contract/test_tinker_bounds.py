@@ -168,6 +168,41 @@ async def test_all_who_wait_for_one_future_have_one_watcher(
     assert len({answer.headers["x-request-id"] for answer in answers}) == 3
 
 
+async def test_futures_of_one_key_are_looked_for_no_less_often_for_those_of_another(
+    http: httpx.AsyncClient, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "MAX_LOOKS_PER_S", 20)
+    keys = {name: bearer(settings, name) for name in ("alice", "bob")}
+    ids = {name: await model_of(store, settings, name) for name in keys}
+    logs = {name: OperationLog(settings.runs_dir / id) for name, id in ids.items()}
+    looked, look = set[tuple[str, int]](), models._operation_result
+
+    def noted(model_id: str, log: OperationLog, number: int) -> Any:
+        found = look(model_id, log, number)
+        looked.add((model_id, number))
+        return found
+
+    monkeypatch.setattr(models, "_operation_result", noted)
+
+    async def ask(name: str, number: int) -> httpx.Response:
+        logs[name].accept(number, ProgramOperation(kind="optim_step", digest="d"))
+        asked = {"request_id": f"{ids[name]}:{number}"}
+        return await http.post("/api/v1/retrieve_future", json=asked, headers=keys[name])
+
+    waiting = [asyncio.create_task(ask("alice", number)) for number in range(1, 101)]
+    async with asyncio.timeout(60):
+        while len(looked) < 100:
+            await asyncio.sleep(0.02)
+        bobs = asyncio.create_task(ask("bob", 1))
+        while len(looked) < 101:
+            await asyncio.sleep(0.02)
+    logs["bob"].finish(1, OperationOutcome(step=1))
+    assert (await asyncio.wait_for(bobs, 2)).status_code == 200  # else it takes 5 s
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 @pytest.mark.parametrize("number", ["1" + "0" * 250, "100000000", "-1", "1.5", "true"])
 async def test_a_number_that_no_operation_can_have_is_refused(
     http: httpx.AsyncClient, store: Store, settings: Settings, number: str

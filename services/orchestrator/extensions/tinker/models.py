@@ -284,7 +284,8 @@ MAX_WAITING = 2048
 """Most requests of one API key that wait for futures at a time."""
 
 MAX_LOOKS_PER_S = 500
-"""Most looks for results of all watchers together: each is work of a thread."""
+"""Most looks for results of all watchers together: each is work of a thread. All API keys that wait
+for futures have the same share."""
 
 RECORD_S = 0.5
 """Seconds between two looks of a watcher at the model's record."""
@@ -307,6 +308,7 @@ class Futures:
         self._orders = orders
         self._watches: dict[str, Watch] = {}
         self._waiting: Counter[str] = Counter()
+        self._watching: Counter[str] = Counter()  # futures that are looked for, by API key
 
     async def retrieve(self, body: dict[str, Any]) -> Response:
         """Returns the result of a future, or 408 while there is none. All who wait for one future
@@ -327,6 +329,8 @@ class Futures:
         watch = self._watches.get(id)
         if watch is None:
             watch = self._watches[id] = Watch(asyncio.create_task(self._watched(id, record)))
+            self._watching[who := caller_name()] += 1
+            watch.task.add_done_callback(lambda _: self._watching.subtract([who]))
         watch.num_waiting += 1
         try:
             await asyncio.wait({watch.task}, timeout=WAIT_S)
@@ -348,11 +352,16 @@ class Futures:
         model_id, _, rest = id.partition(":")
         log, record_due_at = OperationLog(Path(record.run_dir)), time.monotonic() + RECORD_S
         while (found := await self._result(record, log, rest)) is None:
-            await asyncio.sleep(max(POLL_S, len(self._watches) / MAX_LOOKS_PER_S))
+            await asyncio.sleep(self._pause_s(caller_name()))
             if time.monotonic() > record_due_at:
                 record = await self._models.get(model_id)
                 record_due_at = time.monotonic() + RECORD_S
         return found
+
+    def _pause_s(self, who: str) -> float:
+        """Returns the seconds between two looks for a future of an API key."""
+        num_keys = sum(num > 0 for num in self._watching.values())
+        return max(POLL_S, self._watching[who] * num_keys / MAX_LOOKS_PER_S)
 
     async def _result(self, record: JobRecord, log: OperationLog, rest: str) -> Response | None:
         if rest == "0":
