@@ -13,13 +13,14 @@ import httpx2 as httpx
 import pytest
 from pydantic import SecretStr
 
+from services.orchestrator.api import history
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, Forbidden, NotFound
+from shared.errors import BadRequest, Busy, Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
@@ -374,3 +375,26 @@ async def test_another_keys_upload_is_not_found_by_its_idempotency_key(
         for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
             found = await http.request(method, f"/v1/files/{id}{path}", headers=bob)
             assert found.status_code == 404, found.text
+
+
+async def test_no_tenant_has_all_streams_of_events(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MAX_OF_TENANT", 3)
+    followers = history.Followers(store)
+
+    async def opened(name: str) -> AsyncGenerator[str]:
+        caller.set(key_of(name))
+        followers.check_room()
+        stream = followers.follow(await submitted(store, settings, key_of(name)), "0")
+        await anext(stream)
+        return stream
+
+    streams = [await opened("alice") for _ in range(3)]
+    with pytest.raises(Busy, match="3 clients with key 'alice' follow events already"):
+        await opened("alice")
+    streams.append(await opened("bob"))
+    await streams.pop(0).aclose()
+    streams.append(await opened("alice"))
+    for stream in streams:
+        await stream.aclose()

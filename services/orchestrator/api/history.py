@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from services.orchestrator.store.records import check_event_id
 from services.orchestrator.store.run_folders import files_of, path_of
 from shared.errors import Busy, NotFound
 from shared.http import rendering
+from shared.http.gate import own_jobs_of
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.rendering import render
 from shared.http.service import Service
@@ -48,6 +50,9 @@ connection."""
 
 PROGRESS_S = 2.0
 """Seconds without an event after which a follower with `progress` receives what the job does."""
+
+MAX_OF_TENANT = MAX_FOLLOWERS // 4
+"""Most streams of one API key of access "own", so that no tenant has all."""
 
 MAX_STEP = 10**9
 
@@ -200,14 +205,18 @@ class Followers:
 
     def __init__(self, store: Readable) -> None:
         self._store = store
-        self._num_open = 0
+        self._open: Counter[str | None] = Counter()  # by API key of access "own"; None: all others
 
     def check_room(self) -> None:
-        """Raises Busy if one more would be too many."""
-        if self._num_open >= MAX_FOLLOWERS:
+        """Raises Busy if one more would be too many, of all or of a tenant's."""
+        num, who, whose = self._open.total(), own_jobs_of(), ""
+        most = MAX_FOLLOWERS
+        if who and self._open[who] >= MAX_OF_TENANT:
+            num, most, whose = self._open[who], MAX_OF_TENANT, f" with key {who!r}"
+        if num >= most:
             raise Busy(
-                f"{self._num_open} clients follow events already, and at most {MAX_FOLLOWERS} can; "
-                "ask for a page of events instead"
+                f"{num} clients{whose} follow events already, and at most {most} can; ask for a "
+                "page of events instead"
             )
 
     async def follow(
@@ -217,7 +226,8 @@ class Followers:
         comment, or with `progress` what the job does. Yields `end` after the last event of an ended
         or, with `until_paused`, a paused job."""
         ends = (None, *TERMINAL, *(["paused"] if until_paused else []))
-        self._num_open += 1
+        who = own_jobs_of()
+        self._open[who] += 1
         pause_s = PROGRESS_S if progress else SSE_WAIT_S
         try:
             while True:
@@ -235,7 +245,7 @@ class Followers:
                     told = JobProgress(message=doing, time=time.time()) if doing else None
                     yield _sse("", "progress", told.model_dump_json()) if told else ": waiting\n\n"
         finally:
-            self._num_open -= 1
+            self._open -= Counter([who])
 
 
 def _sse(id: str, type: str, data: str) -> str:
