@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
 from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
@@ -17,6 +19,7 @@ from services.orchestrator.data.tables import (
     JsonTable,
     Table,
     check_version,
+    check_wanted,
     no_rows,
     unreadable,
 )
@@ -220,7 +223,59 @@ def _parquet(path: Path, name: str, version: str) -> Table:
         raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
     if not num_rows:
         raise no_rows(name)
+    try:
+        _check_expansion(path, name, version)
+    except OSError as error:
+        raise unreadable(name, error) from error
+    except ArrowException as error:
+        raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
     return ArrowTable(name, version, {"path": "parquet", "data_files": str(path), "split": "train"})
+
+
+LEAST_EXPANDED, EXPANSION = 1 << 30, 32
+"""Bytes that the rows of any Parquet file may take once they are read, and how many times its own
+bytes those of a larger file."""
+
+BATCH_ROWS = 256
+
+
+@functools.lru_cache(maxsize=64)
+def _check_expansion(path: Path, name: str, _version: str) -> None:
+    """Raises BadRequest for a Parquet file whose rows take far more room than it: a text that they
+    share is in it once, so 2 KB may hold a TB, which would fill memory and the disk."""
+    from pyarrow.parquet import ParquetFile
+
+    most = max(LEAST_EXPANDED, EXPANSION * path.stat().st_size)
+    with ParquetFile(path) as file:
+        columns = [file.schema.column(at) for at in range(len(file.schema))]
+    texts = [one.path for one in columns if one.physical_type == "BYTE_ARRAY"]
+    taken = 0
+    with ParquetFile(path, read_dictionary=texts) as file:
+        for batch in file.iter_batches(BATCH_ROWS):
+            check_wanted()
+            taken += sum(map(_expanded_bytes, batch.columns))
+            if taken > most:
+                raise BadRequest(
+                    f"{name} has {path.stat().st_size} bytes, and its rows take more than {most}; "
+                    "expected fewer: leave out columns that no one reads, or texts that all rows "
+                    "share (data.template may have them)"
+                )
+
+
+def _expanded_bytes(column: Any) -> int:
+    """Returns the bytes of an Arrow array whose texts are each written where they occur."""
+    from pyarrow import compute, types
+
+    if types.is_dictionary(column.type):
+        lengths = compute.binary_length(column.dictionary)
+        return int(compute.sum(compute.take(lengths, column.indices)).as_py() or 0)
+    if types.is_map(column.type):
+        return sum(map(_expanded_bytes, (column.keys, column.items)))
+    if types.is_struct(column.type):
+        return sum(map(_expanded_bytes, column.flatten()))
+    if types.is_nested(column.type):  # a list
+        return 4 * len(column) + _expanded_bytes(column.flatten())
+    return int(column.nbytes)
 
 
 FORMATS: dict[str, Callable[[Path, str, str], Table]] = {

@@ -271,6 +271,43 @@ def test_a_list_is_read_row_by_row(tmp_path: Path) -> None:
     assert len(tables.JsonTable("a", path, None).rows()) == 0
 
 
+@pytest.mark.parametrize("shape", ["text", "list", "table", "map"])
+def test_a_parquet_file_that_takes_far_more_room_than_it_has_is_refused(
+    tmp_path: Path, shape: str
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+
+    def written(num_rows: int) -> int:
+        indices = pyarrow.array([0] * num_rows, pyarrow.int32())
+        column: Any = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["a" * (1 << 20)]))
+        if shape == "list":
+            offsets = pyarrow.array(range(num_rows + 1), pyarrow.int32())
+            column = pyarrow.ListArray.from_arrays(offsets, column)
+        elif shape == "table":
+            column = pyarrow.StructArray.from_arrays([column], ["inner"])
+        elif shape == "map":
+            offsets = pyarrow.array(range(num_rows + 1), pyarrow.int32())
+            numbers = pyarrow.array([str(number % 7) for number in range(num_rows)])
+            column = pyarrow.MapArray.from_arrays(offsets, numbers, column)
+        table = pyarrow.table({"prompt": column})
+        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
+        return path.stat().st_size
+
+    def opened() -> None:
+        job = make_job({"train": str(path)})
+        ask = SourceRequest("data.train", str(path), "train", job.data, Settings())
+        open_source(ask)
+
+    assert written(1_000_000) < 1 << 19  # a TB
+    with pytest.raises(BadRequest, match="its rows take more than 1073741824"):
+        opened()
+    written(100)
+    opened()
+
+
 def test_jobs_read_files_of_the_folders_that_they_may_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     inside, outside = write(tmp_path / "data/a.jsonl"), write(tmp_path / "b.jsonl")
