@@ -14,7 +14,7 @@ import threading
 from array import array
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +95,7 @@ class JsonTable:
             stamp = _stamp(file.fileno())
             for offset, line, number in _lines(file):
                 columns.update(dict.fromkeys(self._parsed(line, number)))
+                check_columns(columns, self.name)
                 offsets.append(offset)
         return Index(offsets, list(columns), stamp)
 
@@ -119,6 +120,7 @@ class JsonTable:
         for offset, row in self._list(text):
             offsets.append(offset)
             columns.update(dict.fromkeys(row))
+            check_columns(columns, self.name)
         return ListRows(self.name, text, offsets, list(columns))
 
     def _text(self) -> str:
@@ -382,6 +384,7 @@ class CsvTable:
             raise self._unreadable(f"line {lines.number}: {error}") from error
 
     def _header(self, texts: list[str]) -> list[str]:
+        check_columns(texts, self.name)
         for separator, called in ((";", "semicolons"), ("\t", "tabs")):
             if len(texts) == 1 and (names := texts[0].split(separator))[1:]:
                 raise BadRequest(
@@ -402,8 +405,9 @@ class CsvTable:
         )
 
 
-MAX_FIELD_CHARS = 1 << 30
-"""The csv module's own limit is less than a long prompt."""
+MAX_FIELD_CHARS = 1 << 24
+"""The csv module's own limit is less than a long prompt. It reads a field without a pause in which
+others could work."""
 
 NUMBERS: dict[type, str] = {int: "integers", float: "floats"}
 
@@ -591,6 +595,19 @@ def check_version(name: str, found: str | None, wanted: str | None) -> None:
             f"{name} has changed since the job was submitted (its digest is {found}, expected "
             f"{wanted}): the job would continue with other problems; restore the old file, or "
             "submit a new job"
+        )
+
+
+MAX_COLUMNS = 10_000
+
+
+def check_columns(columns: Sized, name: str) -> None:
+    """Raises BadRequest for too many: each row has all of them, so a row of its own for each column
+    would take their number squared."""
+    if len(columns) > MAX_COLUMNS:
+        raise BadRequest(
+            f"{name} has more than {MAX_COLUMNS} columns; expected at most as many: put values "
+            "with names of their own into one column, as a table"
         )
 
 

@@ -251,6 +251,16 @@ def test_a_row_that_stops_everything_else_while_it_is_read_is_refused(
         load({"train": str(path)}, Settings())
 
 
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv"])
+def test_too_many_columns_are_refused(tmp_path: Path, ending: str) -> None:
+    path, names = tmp_path / f"a{ending}", [f"c{number}" for number in range(10_001)]
+    rows = [json.dumps({name: 1}) for name in names]
+    texts = {".jsonl": "\n".join(rows), ".json": f"[{','.join(rows)}]", ".csv": ",".join(names)}
+    path.write_text(texts[ending])
+    with pytest.raises(BadRequest, match="has more than 10000 columns"):
+        load({"train": str(path)}, Settings())
+
+
 def test_a_list_is_read_row_by_row(tmp_path: Path) -> None:
     path, rows = tmp_path / "a.json", list[dict[str, Any]]()
     for size in (0, 10, tables.WINDOW - 20, tables.WINDOW, 3 * tables.WINDOW, 9 * tables.WINDOW):
