@@ -396,15 +396,10 @@ class RaggedPart:
         queries, keys and values. Its gradient has the same bits each time."""
         given: dict[str, Any] = {"scale": scaling}
         given["window_size"] = (-1 if window is None else window - 1, 0)
-        k_KHD, v_KHD = k_THD[self.keys_K], v_THD[self.keys_K]
-        if q_TAD.shape[1] != k_THD.shape[1]:
-            if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-                given["enable_gqa"] = True
-            else:  # torch before 2.12
-                repeats = q_TAD.shape[1] // k_THD.shape[1]
-                k_KHD, v_KHD = (each.repeat_interleave(repeats, 1) for each in (k_KHD, v_KHD))
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
+            given["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
         attended = varlen_attn(
-            *_Ordered.inputs(q_TAD[self.start : self.end], k_KHD, v_KHD),
+            *_Ordered.inputs(q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]),
             self.query_offsets,
             self.key_offsets,
             self.max_queries,
