@@ -396,7 +396,7 @@ class RaggedPart:
         queries, keys and values. Its gradient has the same bits each time."""
         given: dict[str, Any] = {"scale": scaling}
         given["window_size"] = (-1 if window is None else window - 1, 0)
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it
             given["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
         attended = varlen_attn(
             *_Ordered.inputs(q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]),

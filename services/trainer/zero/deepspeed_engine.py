@@ -380,8 +380,8 @@ class DeepSpeedEngine:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-            empty = getattr(torch.accelerator, "empty_host_cache", None)  # from torch 2.12 on
-            (empty or torch._C._host_emptyCache)()
+            empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 lacks it
+            (empty or torch._C._host_emptyCache)()  # pyright: ignore[reportPrivateUsage]
 
     def _merged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         adapted = self._parts.wrapped is not None
