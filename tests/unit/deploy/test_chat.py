@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from deploy import chat
 from deploy.chat import Messages, fitting
@@ -88,7 +87,7 @@ def test_the_model_sees_its_earlier_answers_unless_turns_are_single(
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     for name, made in (("AutoTokenizer", tokenizer), ("AutoModelForCausalLM", Model())):
         fake = SimpleNamespace(from_pretrained=lambda _, made=made: made)
-        monkeypatch.setattr(transformers, name, fake)
-    monkeypatch.setattr(transformers, "TextStreamer", lambda *_, **__: None)
+        monkeypatch.setattr(f"transformers.{name}", fake)
+    monkeypatch.setattr("transformers.TextStreamer", lambda *_, **__: None)
     chat.main()
     assert tokenizer.asked == [[*SYSTEM, FIRST], [*SYSTEM, *seen]]
