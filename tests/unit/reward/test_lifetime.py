@@ -103,13 +103,13 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
             ).start()
         # three processes of the idle slot and of the worker; of the busy slot as many, and what its
         # program forked
-        assert eventually(lambda: len(processes_of(running.process.pid)) == 10)
+        assert eventually(lambda: len(processes_of(running.process.pid)) == 10, 60)
         namespaces = user_namespaces_of(processes_of(running.process.pid)) - user_namespaces_of(
             [os.getpid()]
         )
         running.process.send_signal(end)
         running.process.wait(20)
-        assert eventually(lambda: processes_in(namespaces) == [], 5)
+        assert eventually(lambda: processes_in(namespaces) == [])
         assert processes_of(running.process.pid) == []
 
 
