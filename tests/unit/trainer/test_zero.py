@@ -179,9 +179,9 @@ def test_out_of_memory_names_the_settings_that_help_with_numbers():
 def test_out_of_memory_says_what_was_planned_and_what_would_be_saved():
     planned = MemoryPlan(model("Qwen2.5-0.5B"), Ranks(2, 2, "gpu"))
     job = plan_job(memory={"micro_batch_tokens": 32_768})
-    # GiB: half of 1.84 and of 5.52 on each of two ranks; twice 1.977 with 0.18 of attention's kernel,
-    # and 0.5 + 0.76 + 2 x 0.109.
-    # Beside the last layer there is the head's gradient, 0.25, and nothing else of logits
+    # GiB: half of 1.84 and of 5.52 on each of two ranks; twice 1.977 with 0.18 of
+    # attention's kernel, and 0.5 + 0.76 + 2 x 0.109. Beside the last layer there is the head's
+    # gradient, 0.25, and nothing else of logits
     assert planned.sentence(job) == (
         "planned are 11.48 GiB for each rank (weights 0.92, gradients 0.92, optimizer 2.76, "
         "activations 4.13, logits 1.48, buffers 1.49, overhead 1.00)"
