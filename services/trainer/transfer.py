@@ -286,7 +286,7 @@ class SharedStorages:
             **sent_tensor(name, tensor).model_dump(),
             **self._known[storage],
             stride=tensor.stride(),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
         )
 
 

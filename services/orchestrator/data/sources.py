@@ -266,9 +266,10 @@ def _expanded_bytes(column: Any) -> int:
     """Returns the bytes of an Arrow array whose texts are each written where they occur."""
     from pyarrow import compute, types
 
+    made: Any = compute  # pyarrow makes its functions when it is imported
     if types.is_dictionary(column.type):
-        lengths = compute.binary_length(column.dictionary)
-        return int(compute.sum(compute.take(lengths, column.indices)).as_py() or 0)
+        lengths = made.binary_length(column.dictionary)
+        return int(made.sum(made.take(lengths, column.indices)).as_py() or 0)
     if types.is_map(column.type):
         return sum(map(_expanded_bytes, (column.keys, column.items)))
     if types.is_struct(column.type):

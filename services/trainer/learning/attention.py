@@ -398,8 +398,13 @@ class RaggedPart:
         given["window_size"] = (-1 if window is None else window - 1, 0)
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it
             given["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
+        q_QAD, k_KHD, v_KHD = _Ordered.inputs(
+            q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]
+        )
         attended = varlen_attn(
-            *_Ordered.inputs(q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]),
+            q_QAD,
+            k_KHD,
+            v_KHD,
             self.query_offsets,
             self.key_offsets,
             self.max_queries,
@@ -471,7 +476,8 @@ class _Ordered(torch.autograd.Function):
 
 def _add_in_order(*, on: bool) -> None:
     torch.use_deterministic_algorithms(on)
-    deterministic.fill_uninitialized_memory = not on  # it would fill the kernel's buffers with NaN
+    filling: Any = deterministic
+    filling.fill_uninitialized_memory = not on  # it would fill the kernel's buffers with NaN
 
 
 @dataclass(frozen=True)
