@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(LIMIT_S)]
 
 
 def test_a_rank_with_a_real_model_takes_the_memory_that_was_planned() -> None:
-    case = json.dumps(REAL["24 x 8 x 8, bfloat16"])
+    # In float32: where a processor has no products of bfloat16, its steps take minutes.
+    case = json.dumps(REAL["24 x 8 x 8, float32"])
     found = run("bench.plan_side", str(real_model()), case, limit_s=LIMIT_S)
     assert 0.8 < found["planned_mib"] / found["measured_mib"] < 1.2, found
