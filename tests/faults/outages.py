@@ -84,6 +84,8 @@ class Jobs:
 async def run(job: Job, outages: Sequence[str], away_s: float) -> tuple[list[Outage], list[str]]:
     """Returns what each outage came to, and what is wrong with the jobs at the end."""
     async with Stack(Moments().seen) as stack:
+        stack.keeps = True  # also where this ends by an error
+        print(f"logs and run folders: {stack.folder}", flush=True)
         data = stack.folder / "volume"
         shutil.copytree(Path(str(job.data.train)).parent, data, ignore=_without_models)
         mounted = {
@@ -98,8 +100,6 @@ async def run(job: Job, outages: Sequence[str], away_s: float) -> tuple[list[Out
                 await asyncio.sleep(LOOK_S)
         wrong = [each for record in await jobs.all() for each in await _wrong(stack, record)]
         stack.keeps = bool(wrong)
-        if wrong:
-            print(f"  logs and run folders: {stack.folder}", flush=True)
         return found, wrong
 
 
