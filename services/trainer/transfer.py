@@ -269,9 +269,9 @@ def share(tensors: Mapping[str, Tensor]) -> tuple[str, tuple[SharedTensor, ...]]
 
 
 class SharedStorages:
-    """Where each storage that a sampler reads lies in a GPU's memory. torch is asked once for each:
-    every `reduce_tensor` wraps its storage once more, in a counter and an event that stay until it
-    is freed, and a few thousand wrappers end the process."""
+    """The CUDA IPC handle of each storage that a sampler reads. `reduce_tensor` is called once for
+    each storage: every call adds a wrapper with a reference counter and an event to the storage,
+    they stay until it is freed, and by estimate a few thousand crash the process."""
 
     def __init__(self) -> None:
         self._known: dict[StorageWeakRef, dict[str, Any]] = {}

@@ -126,6 +126,7 @@ matrix units busy (256 MiB)."""
 KEYS_PER_TOKEN = 8
 """Most keys that attention gathers for a micro-batch, per token of its budget. A shared prefix is
 computed once, but its keys are gathered for each sequence that continues it."""
+
 KERNEL_TOKENS, KERNEL_PADDING, KERNEL_KEYS = 1 << 14, 128, 1 << 15
 """Most tokens and keys of one call of the kernel for sequences of unequal length. Its backward pass
 has a float32 copy of the queries' gradient, with so many tokens of padding for each node, and the
@@ -388,11 +389,12 @@ def _working(
 
 
 def is_worth_giving_back(pass_bytes: int, planned_bytes: float, room_bytes: float) -> bool:
-    """Whether large blocks should be given back. Micro-batches take `pass_bytes`, all ranks
-    together are planned to take `planned_bytes`, and the host has `room_bytes`. Giving back costs
-    time, because the system clears each block that it gives: passes take up to half as long again
-    with a hidden size of 512, and twice as long with 128. So up to half of the memory is used
-    instead; the other half is for the sampler and other processes."""
+    """Returns whether freed large blocks should be returned to the system. A micro-batch takes
+    `pass_bytes`, all ranks together are planned to take `planned_bytes`, and the host has
+    `room_bytes`. Returning them costs time, because the system zeroes each block that it hands out
+    again: a pass takes up to 1.5 times as long with a hidden size of 512, and twice as long with
+    128. So blocks are kept while all ranks need at most half of the memory; the rest is for the
+    sampler and other processes."""
     return pass_bytes >= WORTH_BYTES and planned_bytes * HEAP_FACTOR > room_bytes / 2
 
 

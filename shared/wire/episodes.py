@@ -126,8 +126,8 @@ LeaseId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class LeaseEpisodes(Wire):
-    """`POST /v1/episodes/lease`: takes up to `num` episodes, of `job_id` or of any job. If none is
-    offered, the answer waits up to `wait_s` seconds for one."""
+    """`POST /v1/episodes/lease`: leases up to `num` episodes of the job `job_id`; None: of any job.
+    If no job offers one, the request waits up to `wait_s` seconds."""
 
     worker: WorkerName
     job_id: JobId | None = None

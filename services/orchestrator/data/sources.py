@@ -217,32 +217,28 @@ def _parquet(path: Path, name: str, version: str) -> Table:
 
     try:
         num_rows = read_metadata(path).num_rows  # `datasets` fails on none, with another reason
+        if num_rows:
+            _check_expansion(path, name, version)
     except OSError as error:  # also a file that is no Parquet file, without a number
         raise unreadable(name, error) from error
     except ArrowException as error:
         raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
     if not num_rows:
         raise no_rows(name)
-    try:
-        _check_expansion(path, name, version)
-    except OSError as error:
-        raise unreadable(name, error) from error
-    except ArrowException as error:
-        raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
     return ArrowTable(name, version, {"path": "parquet", "data_files": str(path), "split": "train"})
 
 
 LEAST_EXPANDED, EXPANSION = 1 << 30, 32
-"""Bytes that the rows of any Parquet file may take once they are read, and how many times its own
-bytes those of a larger file."""
+"""The rows of a Parquet file may take `LEAST_EXPANDED` bytes in memory, or `EXPANSION` times the
+bytes of the file where that is more."""
 
 BATCH_ROWS = 256
 
 
 @functools.lru_cache(maxsize=64)
 def _check_expansion(path: Path, name: str, _version: str) -> None:
-    """Raises BadRequest for a Parquet file whose rows take far more room than it: a text that they
-    share is in it once, so 2 KB may hold a TB, which would fill memory and the disk."""
+    """Raises BadRequest for a Parquet file whose rows need far more memory than the file. Parquet
+    stores a text that many rows share once, so a file of 2 KB may expand to a TB."""
     from pyarrow.parquet import ParquetFile
 
     most = max(LEAST_EXPANDED, EXPANSION * path.stat().st_size)
@@ -263,7 +259,7 @@ def _check_expansion(path: Path, name: str, _version: str) -> None:
 
 
 def _expanded_bytes(column: Any) -> int:
-    """Returns the bytes of an Arrow array whose texts are each written where they occur."""
+    """Returns the bytes of an Arrow array if each row had its own copy of its texts."""
     from pyarrow import compute, types
 
     made: Any = compute  # pyarrow makes its functions when it is imported

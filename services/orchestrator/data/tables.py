@@ -131,8 +131,8 @@ class JsonTable:
             raise self._not_json(str(error)) from error
 
     def _list(self, text: str) -> Iterator[tuple[int, Row]]:
-        """Yields the offset of each row of a list, and the row. Each is read by itself: while a
-        text is read as JSON, nothing else happens in this process."""
+        """Yields the offset of each row of a list, and the row. Rows are parsed one at a time,
+        because json.loads blocks all other threads until it returns."""
         at = _skipped(text, _skipped(text, 0) + 1)
         if text[at : at + 1] == "]":
             return
@@ -176,15 +176,16 @@ AN_OBJECT = "expected a JSON object"
 MAX_ROW_BYTES = 64 << 20
 
 MAX_ROW_WEIGHT = 1 << 20
-"""Of one row: a quarter of a second in which the process does nothing else."""
+"""Of one row (`codec.json_weight`). Parsing it blocks all threads for a quarter of a second."""
 
 WINDOW = 1 << 16
-"""Characters in which a row of a list is looked for first. Of `WINDOW` any JSON is read soon."""
+"""Characters of a list that are parsed first to find a row; the window grows if the row does not
+end in it. Parsing so many takes little time, whatever they are."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 
 AT_END = 16
-"""Characters before the end of a window in which an error may be because the window ends."""
+"""An error in the last characters of a window may come from the cut: the window then grows."""
 
 
 def _check_row(data: bytes | str, start: int, end: int, where: str) -> None:

@@ -448,11 +448,11 @@ def ragged_parts(forest: Forest) -> list[list[Node]]:
 
 
 class _Ordered(torch.autograd.Function):
-    """Has torch compute the gradient of the function between `inputs` and `output` in a fixed
-    order of sums: the kernel for sequences of unequal length adds the gradients of queries up
-    atomically otherwise. torch's setting for it is the process's, and would have other functions
-    fail or take longer, so it is on in this function's backward pass only. Between the two nodes
-    the engine has nothing to compute: it takes the node that was made last."""
+    """Turns torch's deterministic algorithms on for the backward pass of the function between
+    `inputs` and `output`: the kernel for sequences of unequal length otherwise adds the gradients
+    of queries with atomics, in another order each time. The setting is global and makes other
+    functions fail or slower, so it is off again before they run: autograd runs the ready node that
+    was made last, so no other node runs between the two."""
 
     @staticmethod
     def inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -569,9 +569,8 @@ def attend(
         ragged = forest.ragged(sliding_window)
         asked = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
         is_part = len(ragged.parts) > 1
-        out_TAD = torch.cat(
-            [forest.attended(part.attend, *asked, is_part=is_part) for part in ragged.parts]
-        )
+        outs = [forest.attended(part.attend, *asked, is_part=is_part) for part in ragged.parts]
+        out_TAD = torch.cat(outs) if is_part else outs[0]  # `cat` copies a single one too
     else:
         dtype = query.dtype
         if dtype.itemsize == 2 and query.device.type == "cpu" and not cpu_multiplies_bfloat16():
