@@ -54,10 +54,10 @@ test: $(VENV)/.ready ## every test but clients, compat, soak and gpu: unit, cont
 		-m "(system or engine) and not (gpu or clients or compat or soak)" $(OF_ENGINES)
 
 clients: $(VENV)/.ready ## the examples, TRL's clients and TRL's own loop, on the real stack
-	$(BIN)/python -m pytest $(AGAIN) --durations 20 -m clients
+	RECORD_TESTED=1 $(BIN)/python -m pytest $(AGAIN) --durations 20 -m clients
 
 compat: $(VENV)/.ready ## environments and agents of other packages, unmodified, in .compat/
-	$(BIN)/python -m pytest $(AGAIN) --durations 20 -m compat
+	RECORD_TESTED=1 $(BIN)/python -m pytest $(AGAIN) --durations 20 -m compat
 
 gpu: $(VENV)/.ready ## the tests that need a GPU, after `make cuda`; writes gpu_report.txt
 	$(BIN)/python -m tests.gpu $(OPTIONS)
@@ -93,7 +93,7 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.ready ## write docs/ anew: graders, migrating, trainer's parameters, observability's metrics, the rooms
+docs: $(VENV)/.ready ## write anew what is generated: llms.txt, graders, migrating, versions, parameters, metrics, rooms
 	$(BIN)/python -m deploy.pages
 
 site: $(VENV)/.ready ## build the documentation as a site in site/, which loads nothing from elsewhere

@@ -1,14 +1,17 @@
 """The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
 explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
 with what each imports (`tests/unit/test_imports.py` holds their order); the parameters of
-`hone.Trainer` in docs/trainer.md; and the metrics of a step in docs/observability.md, from the file
-that the page reads."""
+`hone.Trainer` in docs/trainer.md; the metrics of a step in docs/observability.md, from the file
+that the page reads; docs/versions.md, from what `make compat` wrote into hone/tested.toml; and
+llms.txt (https://llmstxt.org), the list of all pages."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -244,9 +247,71 @@ def _neutral(values: tuple[object, ...]) -> str:
     return f"none but {json.dumps(values[0])}" if values else "none"
 
 
+# --- docs/versions.md ----------------------------------------------------------------------------
+
+VERSIONS = ROOT / "docs/versions.md"
+TESTED = ROOT / "hone/tested.toml"
+VERSIONS_BEGINNING = """# Versions that were tested
+
+`make compat` and `make clients` run each combination below and write the day into
+`hone/tested.toml`, from which `make docs` makes this page. `hone doctor` says what is installed and
+whether it is here. All of it ran on CPUs ([`what-was-run.md`](what-was-run.md)).
+
+- **Trainer**: torch 2.11 to the newest, with the other packages as pinned; the tests of attention,
+  losses, ZeRO, several ranks and resuming.
+- **Sampler**: vLLM's builds for CPUs end with the pinned release. A later one was tried as its
+  Python code over the compiled code of the pinned one: engine, log-probs, weight sync, masks and
+  chat. Its compiled code was not run.
+- **Clients**: unmodified packages against a stack, the newest of the index.
+"""
+
+
+def versions_page() -> str:
+    """Returns docs/versions.md, made of hone/tested.toml."""
+    lines = [VERSIONS_BEGINNING, "| part | packages | on |", "|---|---|---|"]
+    for row in tomllib.loads(TESTED.read_text())["tested"]:
+        packages = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
+        lines.append(f"| {row['part']} | {packages} | {row['on']} |")
+    return "\n".join([*lines, ""])
+
+
+# --- llms.txt ------------------------------------------------------------------------------------
+
+LLMS = ROOT / "llms.txt"
+CONTENTS = ROOT / "docs/site/contents.txt"
+
+
+def llms_page() -> str:
+    """Returns llms.txt: each page of the site that is a file here, with its first sentence."""
+    summary = _first_sentence((ROOT / "README.md").read_text())
+    skill = "To write and run a job, follow [the skill](skills/hone/SKILL.md)."
+    lines = ["# Hone", "", f"> {summary}", "", skill]
+    for line in CONTENTS.read_text().splitlines():
+        page = ROOT / f"{line}.md"
+        if line.startswith(":caption: "):
+            lines += ["", f"## {line.removeprefix(':caption: ')}", ""]
+        elif line and page.is_file():
+            title = page.read_text().partition("\n")[0].removeprefix("# ")
+            sentence = _first_sentence(page.read_text())
+            lines.append(f"- [{title}]({line}.md)" + (f": {sentence}" if sentence else ""))
+    return "\n".join([*lines, ""])
+
+
+def _first_sentence(page: str) -> str:
+    """Returns the first sentence below a page's title, without marks and links; "" if a list or a
+    table begins the page."""
+    below = page.partition("\n")[2].split("\n\n")
+    begins = (part for part in below if re.match(r"\n?[\w`*\[]", part))
+    text = " ".join(next(begins, "").split())
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
+    return re.sub(":$", ".", re.split(r"(?<=[.:])\s+(?=[A-Z`])", text)[0])
+
+
 if __name__ == "__main__":
     GRADERS.write_text(page())
     MIGRATING.write_text(migrating_page())
     ARCHITECTURE.write_text(draw_rooms(ARCHITECTURE.read_text()))
     TRAINER.write_text(with_parameters(TRAINER.read_text()))
     OBSERVABILITY.write_text(with_metrics(OBSERVABILITY.read_text()))
+    VERSIONS.write_text(versions_page())
+    LLMS.write_text(llms_page())

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +147,24 @@ def engines_of(service: str) -> list[str]:
     """Returns the name and version of each package that a service runs on and that is here."""
     found = {name: version_of(name) for name in ENGINES[service]}
     return [f"{name} {number}" for name, number in found.items() if number]
+
+
+TESTED = {"trainer": ("torch", "deepspeed", "transformers"), "sampler": ("vllm",)}
+"""Packages whose versions decide whether a part works, under the names of `tested.toml`."""
+
+
+def tested(part: str) -> list[tuple[dict[str, str], date]]:
+    """Returns the versions that the trainer, the sampler or a client passed its tests with, and
+    the day. Builds of a version, such as 2.13.0+cpu, are not told apart."""
+    rows = tomllib.loads(Path(__file__).with_name("tested.toml").read_text())["tested"]
+    return [(row["packages"], row["on"]) for row in rows if row["part"] == part]
+
+
+def installed(part: str) -> dict[str, str] | None:
+    """Returns the versions that a part would run on here, None if a package is missing."""
+    found = {name: version_of(name) or version_of(f"{name}-cpu") for name in TESTED[part]}
+    numbers = {name: number.partition("+")[0] for name, number in found.items() if number}
+    return numbers if len(numbers) == len(found) else None
 
 
 def check_installed(extra: str, *services: str) -> None:

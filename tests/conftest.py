@@ -21,6 +21,8 @@ from shared.host import nvidia
 from shared.settings import Settings
 from tests.support.running import running_redis
 
+pytest_plugins = ["tests.compat.versions"]
+
 # Threads that spin while they wait take the cores of every other process of a test, and torch reads
 # this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

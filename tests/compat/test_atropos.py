@@ -25,6 +25,7 @@ from services.orchestrator.store.folder import RunFolder
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(1800)]
+PACKAGE = "atroposlib"
 
 STEPS, GROUPS, SIZE = 20, 16, 8
 

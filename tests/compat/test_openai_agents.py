@@ -8,6 +8,7 @@ from tests.compat.conftest import AgentStack
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(1500)]
+PACKAGE = "openai-agents"
 
 
 def test_an_agent_of_the_package_learns(agent_stack: AgentStack) -> None:

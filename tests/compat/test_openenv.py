@@ -25,6 +25,7 @@ from tests.compat.game import game_stack, write_job
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1200)]
+PACKAGE = "openenv"
 
 ROW = {"secret": 7, "prompt": "Find the number."}
 STEPS = 8

@@ -18,6 +18,7 @@ from tests.compat.conftest import AgentStack
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(900)]
+PACKAGE = "tinker"
 
 
 def played(stack: AgentStack, model: Path, meanwhile: Callable[[str], None]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.compat.packages import python_with
 from tests.compat.test_tinker import kill
 
 pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(900)]
+PACKAGE = "tinker-cookbook"
 
 RECIPE_S = 300.0
 

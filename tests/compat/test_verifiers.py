@@ -12,6 +12,7 @@ from tests.compat.conftest import AgentStack, write_rows
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(1500)]
+PACKAGE = "verifiers"
 
 AGENT = """
 from hone.agents.verifiers import environment

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import threading
 import time
@@ -33,6 +34,7 @@ from tests.support.served_stack import ServedStack, quiet_logs, served_stack
 
 pytestmark = pytest.mark.slow
 
+SKILL = Path(__file__).parents[2] / "skills/hone/SKILL.md"
 FIRST_JOB = Path(__file__).parents[2] / "docs/first_job.md"
 GSM8K = Path(__file__).parents[1] / "data/gsm8k/test.jsonl.gz"
 
@@ -91,6 +93,18 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
     dtype = record["summary"]["dtype"]
     assert f"vllm serve {record['summary']['checkpoint']} --dtype {dtype}" in shown
     assert record["id"] in curve and "step 2" in curve and "●" in curve
+
+
+def test_the_skill_for_coding_agents_works_as_it_is_written(here: Path) -> None:
+    blocks = re.findall(r"```sh\n(.*?)```", SKILL.read_text(), re.DOTALL)
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    assert {command[0] for command in commands} == {"hone"}
+    for _, *words in commands:
+        # the stack is up, looks at no machine, and its trainer writes no checkpoint
+        if words[0] not in ("up", "doctor", "eval", "download"):
+            hone(*words)
+    record = json.loads(hone("get", "first", "-o", "json"))
+    assert (record["status"], record["step"]) == ("succeeded", 2)
 
 
 @pytest.mark.slow  # it loads matplotlib

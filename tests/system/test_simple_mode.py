@@ -18,6 +18,7 @@ from services.orchestrator.store.folder import RunFolder
 from tests.support.reward_service import running_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.engine]
+PACKAGE = "trl"
 
 ROWS = [{"prompt": f"{number} + 1 =", "wanted": number} for number in range(3, 9)]
 

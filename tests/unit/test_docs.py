@@ -17,7 +17,7 @@ from shared.job.file import parse_job
 from shared.settings import FILE, PREFIX, REWARD_FILE, ROW, Settings, secret_variables
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "skills/hone/SKILL.md", "examples/README.md"]
 PAGES += [f"docs/{page.name}" for page in ROOT.glob("docs/*.md")]
 EXPLAINED = re.compile(r"(?:`|bin/)hone explain ([\w.]+)")
 README = (ROOT / "README.md").read_text()
@@ -59,6 +59,16 @@ def test_the_page_of_graders_is_what_they_say_of_themselves() -> None:
 
 def test_the_page_on_migrating_has_the_tables_of_hone_import() -> None:
     assert pages.MIGRATING.read_text() == pages.migrating_page(), "`make docs` writes it anew"
+
+
+def test_the_page_of_versions_has_what_passed() -> None:
+    assert pages.VERSIONS.read_text() == pages.versions_page(), "`make docs` writes it anew"
+
+
+def test_the_list_of_pages_for_language_models_is_whole() -> None:
+    text = pages.LLMS.read_text()
+    assert text == pages.llms_page(), "`make docs` writes it anew"
+    assert {*re.findall(r"\(docs/([\w-]+)\.md\)", text)} == {p.stem for p in ROOT.glob("docs/*.md")}
 
 
 def test_every_page_has_its_place_in_the_site() -> None:

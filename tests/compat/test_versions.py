@@ -1,0 +1,76 @@
+"""The trainer on other releases of torch, and the sampler on another vLLM than the pinned one, each
+in an environment of its own.
+
+vLLM's newest release for CPUs is the pinned one. Later releases are tried as their Python code over
+the compiled code of the pinned one, which is what can be known of them without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from hone.stack import installed
+from tests.compat.packages import ROOT, python_on_torch, vllm_over_pinned
+
+pytestmark = [pytest.mark.compat, pytest.mark.engine, pytest.mark.timeout(3600)]
+
+RanOn = Callable[[str, Mapping[str, str]], None]
+
+TORCH = ("2.11.0", "2.15.0")
+VLLM = ("0.33.0",)
+
+TRAINER = (
+    "tests/unit/trainer/test_forest.py",
+    "tests/unit/trainer/test_loss.py",
+    "tests/unit/trainer/test_engine.py",
+    "tests/unit/trainer/test_zero.py",
+    "tests/system/test_trainer_ranks.py",
+    "tests/system/test_trainer_resume.py",
+)
+SAMPLER = (
+    "tests/unit/rollout/test_masks.py",
+    "tests/unit/rollout/test_patched.py",
+    "tests/system/test_rollout_engine.py",
+    "tests/system/test_vllm_chat.py",
+)
+
+
+def run(python: Path, path: str, tests: tuple[str, ...]) -> None:
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("RECORD_TESTED", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("torch", TORCH)
+def test_the_trainer_on_other_releases_of_torch(torch: str, ran_on: RanOn) -> None:
+    pinned = installed("trainer")
+    assert pinned
+    ran_on("trainer", pinned | {"torch": torch})
+    run(python_on_torch(torch), str(ROOT), TRAINER)
+
+
+def test_the_trainer_on_the_pinned_torch(ran_on: RanOn) -> None:
+    pinned = installed("trainer")
+    assert pinned
+    ran_on("trainer", pinned)
+    run(Path(sys.executable), str(ROOT), TRAINER)
+
+
+@pytest.mark.parametrize("vllm", VLLM)
+def test_the_sampler_on_other_releases_of_vllm(vllm: str, ran_on: RanOn) -> None:
+    ran_on("sampler", {"vllm": vllm})
+    run(Path(sys.executable), f"{vllm_over_pinned(vllm)}:{ROOT}", SAMPLER)
+
+
+def test_the_sampler_on_the_pinned_vllm(ran_on: RanOn) -> None:
+    pinned = installed("sampler")
+    assert pinned
+    ran_on("sampler", pinned)
+    run(Path(sys.executable), str(ROOT), SAMPLER)
