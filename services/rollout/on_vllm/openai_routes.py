@@ -7,6 +7,7 @@ sleep, load adapters or reset caches: those are Hone's own (`services/rollout/rl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPe
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.lora.request import LoRARequest
+from vllm.renderers.online_derenderer import OnlineDerenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
@@ -133,7 +135,14 @@ def openai_app(
         **chat,
     )
     app.state.engine_client, app.state.vllm_config = engine, engine.vllm_config
-    app.state.serving_tokens = ServingTokens(engine, models, renderer, request_logger=None)
+    derenderer: dict[str, Any] = {}
+    if "online_derenderer" in inspect.signature(ServingTokens).parameters:  # vLLM 0.32 lacks it
+        derenderer["online_derenderer"] = OnlineDerenderer(
+            engine.model_config, engine.renderer, **chat
+        )
+    app.state.serving_tokens = ServingTokens(
+        engine, models, renderer, request_logger=None, **derenderer
+    )
     init_exception_handler(app)
     json_only = [Depends(validate_json_request)]
     app.add_api_route("/models", show_available_models, methods=["GET"])

@@ -16,7 +16,7 @@ OLD = {"torch": "2.9.1", "deepspeed": "0.19.8", "transformers": "5.19.0"}
 NEW = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.19.0"}
 
 
-def test_what_passed_again_gets_the_new_day_and_versions_are_ordered_by_their_numbers() -> None:
+def test_what_passed_again_gets_the_new_day_in_the_order_of_versions() -> None:
     rows = [
         {"part": "trainer", "packages": NEW, "on": MONDAY},
         {"part": "client", "packages": {"trl": "1.16.0"}, "on": MONDAY},
