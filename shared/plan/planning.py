@@ -23,7 +23,7 @@ from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup, parse_gpus, visible_gpus
 from shared.plan.memory import GIB
 from shared.plan.model import Model, UnknownModelSize
-from shared.plan.placement import PlanInput, enough_gpus, placements, remedies
+from shared.plan.placement import enough_gpus, placements, remedies
 from shared.settings import Settings
 from shared.weights.model_folder import limit_of
 from shared.wire.records import Cost, Placement, Plan, PromptLengths
@@ -166,7 +166,7 @@ def make_plan(
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)
     if known.measured is not None and best.fits:
-        best = best.model_copy(update={"time": rates.time_by_run(job, needs.load, known.measured)})
+        best = best.model_copy(update={"time": rates.time_by_run(needs, known.measured)})
     price = price_per_hour(settings, pools)
     return Plan(
         model=job.model,
@@ -188,7 +188,7 @@ def make_plan(
     )
 
 
-def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) -> PlanInput:
+def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) -> rates.PlanInput:
     """Returns the input of placements. Raises BadRequest if completions leave no room for a
     prompt, or for the longest one."""
     completion = job.sampling.max_tokens
@@ -212,7 +212,7 @@ def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) 
     prompt = min(PROMPT_TOKENS if longest is None else longest, room)
     if known.measured is not None:
         completion = max(1, round(known.measured.completion_tokens))
-    return PlanInput(job, model, prompt, completion, settings, known.is_longest)
+    return rates.PlanInput(job, model, prompt, completion, settings, known.is_longest)
 
 
 def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
@@ -231,7 +231,7 @@ def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
 
 
 def _notes(
-    needs: PlanInput,
+    needs: rates.PlanInput,
     known: PlanMeasurements,
     placement: Placement,
     price: Price | None,

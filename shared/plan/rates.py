@@ -42,12 +42,14 @@ from dataclasses import dataclass, replace
 
 from shared.job import Job
 from shared.job.running import MemorySpec
-from shared.plan.gpus import Gpu
+from shared.plan.gpus import Gpu, GpuGroup
 from shared.plan.memory import cache_bytes_per_token, is_moved
 from shared.plan.model import Model
+from shared.settings import Settings
+from shared.weights.architectures import choose_dtype
 from shared.wire.jobs import MetricsRow
 from shared.wire.records import PlacementKind as Kind
-from shared.wire.records import StepTime
+from shared.wire.records import StepTime, TimeSource
 
 
 @dataclass(frozen=True)
@@ -85,35 +87,46 @@ CPU_ADAM_PER_S = 1e9
 
 
 @dataclass(frozen=True)
-class StepSize:
-    """The size of a step: its completions, `group` for each prompt, and the tokens of a prompt and
-    of a completion."""
+class PlanInput:
+    """The input of a placement: a job, its model, the tokens of its prompts and completions, and
+    the settings. Time is for `completion_tokens`, memory for `sampling.max_tokens`. `is_longest`:
+    no prompt has more than `prompt_tokens`; else these are a guess."""
 
-    completions: int
-    group: int
+    job: Job
+    model: Model
     prompt_tokens: int
     completion_tokens: int
+    settings: Settings
+    is_longest: bool = False
 
+    @property
+    def completions(self) -> int:
+        """How many completions a step has."""
+        return self.job.sampling.prompts_per_step * self.job.completions_per_prompt
 
-@dataclass(frozen=True)
-class SamplingRate:
-    """The samplers: how many, the GPUs of each, the sequences that each samples at once, and the
-    bytes of a weight."""
+    @property
+    def longest(self) -> int:
+        """Returns the tokens of the longest prompt with its completion."""
+        return self.prompt_tokens + self.job.sampling.max_tokens
 
-    num: int
-    tensor_parallel: int
-    sequences: int
-    gpu: Gpu
-    itemsize: int
+    def rank_tokens(self, num_ranks: int) -> int | None:
+        """Returns the most tokens of a rank before an update, a shared prompt once for its group;
+        None where an environment's turns add to prompt and completion."""
+        if self.job.environment is not None:
+            return None
+        shares = may_share(self.job.memory)
+        prompts = self.job.sampling.prompts_per_step if shares else self.completions
+        tokens = prompts * self.prompt_tokens + self.completions * self.job.sampling.max_tokens
+        return math.ceil(tokens / num_ranks)
 
+    def itemsize(self, gpu: Gpu) -> int:
+        """Returns the bytes of a weight on such a GPU."""
+        return 4 if self.dtype(gpu) == "float32" else 2
 
-@dataclass(frozen=True)
-class TrainingRate:
-    """The trainer: its ranks, the GPU of each, and the bytes of a weight."""
-
-    num_ranks: int
-    gpu: Gpu
-    itemsize: int
+    def dtype(self, gpu: Gpu) -> str:
+        return choose_dtype(
+            self.job.training.dtype, capability=None, cpu_multiplies_bfloat16=gpu.has_bfloat16
+        )
 
 
 @dataclass(frozen=True)
@@ -130,42 +143,12 @@ class MeasuredRates:
     overlapped: bool = False
 
 
-def time_by_rates(
-    model: Model,
-    job: Job,
-    load: StepSize,
-    sampling: SamplingRate,
-    training: TrainingRate,
-    kind: Kind,
-) -> StepTime | None:
-    """Returns the time of a step by the rates of the GPUs or of the CPU; None if one has none."""
-    gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
-    if not (gpu.has_rates and sampling.gpu.has_rates):
-        return None
-    trained, shares = model.num_trainable(job.lora), _shares(gpu, size)
-    synced = trained if job.served_rank is not None else model.num_parameters
-    flops = passes(job) * _forward_flops(model, job, load)
-    devices = 1 if gpu.is_cpu else ranks
-    train_s = flops / (devices * shares.training * gpu.tflops(size) * 1e12)
-    if job.memory.offload_optimizer:
-        num_updates = job.training.epochs * job.training.minibatches
-        train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
-    elif kind == "turns" and is_moved(job.memory, size):
-        train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    given = job.trains_without_sampling
-    sample_s = 0.0 if given else _sample_s(model, load, sampling)
-    beside = job.max_staleness > 0 and kind == "split"
-    sync_s = 0.0 if given else size * synced / shares.sync_bytes_per_s
-    step = _step(sample_s, train_s, sync_s, beside=beside)
-    return step.model_copy(update={"source": "benchmarked"}) if gpu.is_cpu else step
-
-
-def time_by_run(job: Job, load: StepSize, found: MeasuredRates) -> StepTime:
+def time_by_run(needs: PlanInput, found: MeasuredRates) -> StepTime:
     """Returns the time of a step at a run's measured rates."""
-    tokens = load.completions * load.completion_tokens
+    tokens = needs.completions * needs.completion_tokens
     sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s
-    step = _step(sample_s, train_s, found.sync_s, beside=job.max_staleness > 0)
-    return step.model_copy(update={"source": "measured"})
+    is_beside = needs.job.max_staleness > 0
+    return step_time(sample_s, train_s, found.sync_s, is_beside=is_beside, source="measured")
 
 
 def rates_of(rows: Sequence[MetricsRow], job: Job) -> MeasuredRates | None:
@@ -204,44 +187,71 @@ def passes(job: Job) -> int:
     return training.epochs * each + frozen + training.has_reference
 
 
-def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
-    split, gpu, itemsize = sampling.tensor_parallel, sampling.gpu, sampling.itemsize
+def sample_s(needs: PlanInput, gpu: Gpu, num: int, split: int, at_most: int) -> float:
+    """Returns the seconds of sampling on `num` samplers of `split` such GPUs, each of at most so
+    many sequences at once."""
+    if needs.job.trains_without_sampling:
+        return 0.0
+    model, itemsize = needs.model, needs.itemsize(gpu)
     shares = _shares(gpu, itemsize)
-    devices = 1 if gpu.is_cpu else sampling.num
-    each = math.ceil(load.completions / devices)
-    at_once = max(1, min(each, sampling.sequences * (sampling.num // devices)))
+    devices = 1 if gpu.is_cpu else num
+    each = math.ceil(needs.completions / devices)
+    at_once = max(1, min(each, at_most * (num // devices)))
     per_token = cache_bytes_per_token(model, itemsize, split)
-    length = load.prompt_tokens + load.completion_tokens / 2
+    length = needs.prompt_tokens + needs.completion_tokens / 2
     read_s = (itemsize * model.num_read(at_once) / split + at_once * length * per_token) / (
         shares.bandwidth * gpu.bandwidth_gb_s * 1e9
     )
     rate = shares.sampling * split * gpu.tflops(itemsize) * 1e12
     computed_s = 2 * model.num_read() * at_once / rate
-    iterations = math.ceil(each / at_once) * load.completion_tokens
-    prompts = each / load.group * load.prompt_tokens
+    iterations = math.ceil(each / at_once) * needs.completion_tokens
+    prompts = each / needs.job.completions_per_prompt * needs.prompt_tokens
     return iterations * (max(read_s, computed_s) + shares.iteration_s) + (
         2 * model.num_read() * prompts / rate
     )
+
+
+def train_s(needs: PlanInput, ranks: GpuGroup, kind: Kind) -> float:
+    """Returns the seconds of training on these ranks, with what is moved or updated elsewhere."""
+    job, gpu, size = needs.job, ranks.gpu, needs.itemsize(ranks.gpu)
+    devices = 1 if gpu.is_cpu else ranks.count
+    flops = passes(job) * _forward_flops(needs)
+    found = flops / (devices * _shares(gpu, size).training * gpu.tflops(size) * 1e12)
+    trained = needs.model.num_trainable(job.lora) / ranks.count
+    if job.memory.offload_optimizer:
+        found += job.training.epochs * job.training.minibatches * trained / CPU_ADAM_PER_S
+    elif kind == "turns" and is_moved(job.memory, size):
+        found += 2 * 12 * trained / MOVED_BYTES_PER_S
+    return found
+
+
+def sync_s(needs: PlanInput, gpu: Gpu) -> float:
+    """Returns the seconds in which weights, or adapters alone, get from such GPUs to samplers."""
+    job, model, size = needs.job, needs.model, needs.itemsize(gpu)
+    if job.trains_without_sampling:
+        return 0.0
+    synced = model.num_parameters if job.served_rank is None else model.num_trainable(job.lora)
+    return size * synced / _shares(gpu, size).sync_bytes_per_s
 
 
 def _shares(gpu: Gpu, itemsize: int) -> Shares:
     return CPU_SHARES[itemsize] if gpu.is_cpu else GPU_SHARES
 
 
-def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
+def _forward_flops(needs: PlanInput) -> float:
     """Returns the operations of a forward pass over a step's tokens. A shared prompt counts once
     for each minibatch that has a completion of it."""
+    job, model, group = needs.job, needs.model, needs.job.completions_per_prompt
     attention = 2 * model.num_layers * model.heads * model.head_size
 
     def flops(tokens: int) -> float:
         return tokens * (2 * model.num_read() + attention * tokens)
 
-    prompt, whole = flops(load.prompt_tokens), flops(load.prompt_tokens + load.completion_tokens)
-    minibatches = job.training.minibatches
-    prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
-    if not may_share(job.memory):
-        prompts_per_group = load.group
-    return load.completions * (whole - prompt + prompt * prompts_per_group / load.group)
+    prompt, whole = flops(needs.prompt_tokens), flops(needs.prompt_tokens + needs.completion_tokens)
+    minibatches, prompts_per_group = job.training.minibatches, float(group)
+    if may_share(job.memory):
+        prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** group)
+    return needs.completions * (whole - prompt + prompt * prompts_per_group / group)
 
 
 def may_share(memory: MemorySpec) -> bool:
@@ -251,13 +261,15 @@ def may_share(memory: MemorySpec) -> bool:
     return memory.attention in ("auto", "sdpa")
 
 
-def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:
-    """Returns the time of a step. `beside`: sampling runs while the trainer trains."""
-    step_s = (max(sample_s, train_s) if beside else sample_s + train_s) + sync_s
+def step_time(
+    sample_s: float, train_s: float, sync_s: float, *, is_beside: bool, source: TimeSource
+) -> StepTime:
+    """Returns the time of a step. `is_beside`: sampling runs while the trainer trains."""
+    step_s = (max(sample_s, train_s) if is_beside else sample_s + train_s) + sync_s
     return StepTime(
         sample_s=round(sample_s, 3),
         train_s=round(train_s, 3),
         sync_s=round(sync_s, 3),
         step_s=round(step_s, 3),
-        source="tabled",
+        source=source,
     )
