@@ -22,6 +22,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,11 +80,11 @@ class Model:
     shapes: Shapes
     experts: Experts | None = None
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.shapes.values()))
 
-    @property
+    @cached_property
     def num_expert_parameters(self) -> int:
         return sum(math.prod(shape) for name, shape in self.shapes.items() if EXPERT in name)
 
@@ -108,7 +109,7 @@ class Model:
         """Whether the output head is the embedding."""
         return HEAD not in self.shapes
 
-    @property
+    @cached_property
     def has_head_norms(self) -> bool:
         """Whether queries and keys have norms of their own."""
         return any(name.endswith(".q_norm.weight") for name in self.shapes)

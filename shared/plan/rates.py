@@ -1,43 +1,21 @@
 """How long a step takes: from the GPUs' data sheets, from a short measurement of this machine's
 processor (`gpus.py`), or from a measured run.
 
-A step has R = prompts x group completions of c tokens each (the longest allowed, or a measured
-mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at once. The trainer
-has N ranks, one GPU each. A GPU has F operations and W bytes per second. The model has P
-parameters of b bytes, T of them trained, and L layers with A heads of size D.
+A plan counts operations as in arXiv 2001.08361, section 2.1: a token takes 2 for each parameter,
+and 4 L A D for each token that it attends to (scores and values), n / 2 tokens on average, in a
+model of L layers with A heads of size D. In a mixture of experts a token's own experts count; an
+iteration reads the experts of all its tokens.
 
-    an iteration  max((b P / t + s (p + c / 2) k) / (w W), 2 P s / (f t F)) + i
-                  reads all weights, and the cache of k bytes per token; adds one token to each
-                  sequence
-    sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
-    training      E (R (g(p + c) - g(p)) + Q g(p)) / (m N F)
-                  g(n) = 2 P n + 2 L A D n^2 operations of a forward pass over n tokens
-                  Q prompts are computed: R where the job's `[memory]` shares no prefix, else
-                  R / group x M (1 - (1 - 1 / M)^group) in M minibatches, because a prompt is
-                  computed in each minibatch that has a completion of it
-                  E passes of the model: 1 forward and 2 backward (1 with LoRA), and 1 more with
-                  gradient checkpointing, times `training.epochs`; 1 for the reference; 1 for the
-                  log-probs before the first update, if a batch has several updates or dropout
-    updating      T / N / 1e9 seconds for each update with `memory.offload_optimizer`
-    moving        2 x 12 T / N / 20 GB/s, if both take turns on the same GPUs: master weights and
-                  Adam's moments go to the host's memory and come back
-    sync          b P / v; b T / v if only adapters are synced
-
-i is 5 ms and v 5 GB/s on GPUs; 10 ms and 0.3 GB/s on a CPU. The shares w, f and m of a GPU's data
-sheet are assumed. Those of a CPU (`CPU_SHARES`) were measured on one machine, and there N ranks and
-S samplers share the cores, so N F and S F are F. `hone plan --measured RUN` takes a run's measured
-rates.
-
-Operations are counted as in arXiv 2001.08361, section 2.1: a token takes 2 for each parameter, and
-4 L A D for each token that it attends to (scores and values), n / 2 tokens on average. In a mixture
-of experts P counts the experts of one token; an iteration reads the experts of all its tokens.
+The shares of a GPU's data sheet that a step reaches are assumed. Those of a CPU (`CPU_SHARES`) were
+measured on one machine, where all ranks and samplers share the cores. `hone plan --measured RUN`
+takes a run's measured rates.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shared.job import Job
@@ -159,26 +137,25 @@ def rates_of(rows: Sequence[MetricsRow], job: Job) -> MeasuredRates | None:
     steps = [row.metrics for row in rows if all(row.metrics.get(name, 0) > 0 for name in needed)]
     if not steps:
         return None
-    lengths = [step["completions/mean_length"] for step in steps]
+
+    def per_s(seconds: str) -> float:
+        return statistics.median(
+            completions * step["completions/mean_length"] / step[seconds] for step in steps
+        )
+
     return MeasuredRates(
-        sampled_per_s=_median_rate(completions, steps, "time/generate"),
-        trained_per_s=_median_rate(completions, steps, "time/train"),
+        sampled_per_s=per_s("time/generate"),
+        trained_per_s=per_s("time/train"),
         sync_s=statistics.median(step.get("time/sync", 0.0) for step in steps),
-        completion_tokens=statistics.median(lengths),
+        completion_tokens=statistics.median(step["completions/mean_length"] for step in steps),
         overlapped=job.max_staleness > 0,
     )
 
 
-def _median_rate(completions: int, steps: Sequence[Mapping[str, float]], seconds: str) -> float:
-    """Returns the median over steps of sampled tokens per second of the step's part `seconds`."""
-    return statistics.median(
-        completions * step["completions/mean_length"] / step[seconds] for step in steps
-    )
-
-
 def passes(job: Job) -> int:
-    """Returns how often each token goes through the model in a step; a backward pass counts
-    twice."""
+    """Returns how often each token goes through the model in a step. For each epoch 1 forward and 2
+    backward (1 with LoRA), and 1 more with gradient checkpointing; 1 for the reference; 1 for the
+    log-probs before the first update, if a batch has several updates or dropout."""
     training = job.training
     backward = 1 if job.lora else 2
     each = 1 + backward + job.memory.gradient_checkpointing
@@ -189,7 +166,8 @@ def passes(job: Job) -> int:
 
 def sample_s(needs: PlanInput, gpu: Gpu, num: int, split: int, at_most: int) -> float:
     """Returns the seconds of sampling on `num` samplers of `split` such GPUs, each of at most so
-    many sequences at once."""
+    many sequences at once: iterations that add one token to each sequence, and the prompts, each
+    once for its group."""
     if needs.job.trains_without_sampling:
         return 0.0
     model, itemsize = needs.model, needs.itemsize(gpu)
@@ -197,18 +175,17 @@ def sample_s(needs: PlanInput, gpu: Gpu, num: int, split: int, at_most: int) -> 
     devices = 1 if gpu.is_cpu else num
     each = math.ceil(needs.completions / devices)
     at_once = max(1, min(each, at_most * (num // devices)))
-    per_token = cache_bytes_per_token(model, itemsize, split)
-    length = needs.prompt_tokens + needs.completion_tokens / 2
-    read_s = (itemsize * model.num_read(at_once) / split + at_once * length * per_token) / (
-        shares.bandwidth * gpu.bandwidth_gb_s * 1e9
-    )
     rate = shares.sampling * split * gpu.tflops(itemsize) * 1e12
-    computed_s = 2 * model.num_read() * at_once / rate
+    # an iteration reads all weights, and the cache of each sequence, which is half of its
+    # completion on average
+    length = needs.prompt_tokens + needs.completion_tokens / 2
+    cache = at_once * length * cache_bytes_per_token(model, itemsize, split)
+    bandwidth = shares.bandwidth * gpu.bandwidth_gb_s * 1e9
+    read_s = (itemsize * model.num_read(at_once) / split + cache) / bandwidth
+    iteration_s = max(read_s, 2 * model.num_read() * at_once / rate) + shares.iteration_s
     iterations = math.ceil(each / at_once) * needs.completion_tokens
     prompts = each / needs.job.completions_per_prompt * needs.prompt_tokens
-    return iterations * (max(read_s, computed_s) + shares.iteration_s) + (
-        2 * model.num_read() * prompts / rate
-    )
+    return iterations * iteration_s + 2 * model.num_read() * prompts / rate
 
 
 def train_s(needs: PlanInput, ranks: GpuGroup, kind: Kind) -> float:
@@ -221,6 +198,7 @@ def train_s(needs: PlanInput, ranks: GpuGroup, kind: Kind) -> float:
     if job.memory.offload_optimizer:
         found += job.training.epochs * job.training.minibatches * trained / CPU_ADAM_PER_S
     elif kind == "turns" and is_moved(job.memory, size):
+        # masters and Adam's moments go to the host's memory and come back
         found += 2 * 12 * trained / MOVED_BYTES_PER_S
     return found
 
@@ -240,7 +218,7 @@ def _shares(gpu: Gpu, itemsize: int) -> Shares:
 
 def _forward_flops(needs: PlanInput) -> float:
     """Returns the operations of a forward pass over a step's tokens. A shared prompt counts once
-    for each minibatch that has a completion of it."""
+    for each minibatch that has a completion of it: M (1 - (1 - 1 / M)^group) of M minibatches."""
     job, model, group = needs.job, needs.model, needs.job.completions_per_prompt
     attention = 2 * model.num_layers * model.heads * model.head_size
 

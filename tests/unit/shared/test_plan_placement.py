@@ -10,7 +10,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import UnknownModelSize
-from shared.plan.planning import PlanMeasurements, make_plan
+from shared.plan.planning import make_plan
 from shared.plan.rates import PlanInput, passes, rates_of, sample_s, sync_s, train_s
 from shared.settings import Settings
 from shared.wire import MetricsRow, Plan, PromptLengths
@@ -18,7 +18,7 @@ from tests.support.plan_models import job, model
 
 
 def planned(name: str, gpus: str, wanted: Job | None = None, **settings: Any) -> Plan:
-    known = PlanMeasurements(prompt_tokens=512)
+    known = PromptLengths(longest=512, is_all=True)
     return make_plan(wanted or job(), model(name), Settings(**settings), parse_gpus(gpus), known)
 
 
@@ -77,7 +77,7 @@ def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 512
     assert plan.notes[0] == "prompts are taken to be of 512 tokens (--prompt-tokens)"
-    why = PlanMeasurements(lengths=PromptLengths(why_not="there is no file 'x'"))
+    why = PromptLengths(why_not="there is no file 'x'")
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"), why)
     assert plan.notes[0].endswith(" of 512 tokens (--prompt-tokens): there is no file 'x'")
     short = job(max_model_len=600)
@@ -92,7 +92,7 @@ def test_what_the_model_does_not_hold_is_no_plan() -> None:
     dropped = job(max_model_len=1023, sampling={**short, "overlong_prompts": "drop"})
     assert planned("Qwen2.5-0.5B", "1xH100", dropped).prompt_tokens == 511
     assert planned("Qwen2.5-0.5B", "1xH100", job(max_model_len=1024, sampling=short)).fits
-    for known in (None, PlanMeasurements(prompt_tokens=1)):
+    for known in (PromptLengths(), PromptLengths(longest=1, is_all=True)):
         with pytest.raises(BadRequest, match=r"max_tokens is 512, .* expected at most 511"):
             make_plan(
                 job(max_model_len=512, sampling=short),
@@ -131,7 +131,7 @@ def test_zero_3_takes_turns_only_with_its_optimizer_elsewhere() -> None:
 
 def test_a_step_of_fewer_tokens_than_a_micro_batch_takes_less_memory() -> None:
     small = {"prompts_per_step": 24, "group_size": 8, "max_tokens": 8}
-    known = PlanMeasurements(prompt_tokens=37)
+    known = PromptLengths(longest=37, is_all=True)
 
     def activations_gib(**sections: Any) -> float:
         wanted = job(**({"sampling": small} | sections))
@@ -204,12 +204,12 @@ def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> 
 
 def test_max_model_len_is_not_cut_by_a_guess() -> None:
     pools, settings = parse_gpus("1xH100,1xA10G"), Settings()
-    for known in (PlanMeasurements(), PlanMeasurements(lengths=PromptLengths(longest=512, num=9))):
+    for known in (PromptLengths(), PromptLengths(longest=512, num=9)):
         plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
         assert not plan.fits and "max_model_len" not in changes(plan)
     said = "the longest of 9 prompts that were counted has 512 tokens; there may be longer ones"
     assert said in plan.notes
-    known = PlanMeasurements(lengths=PromptLengths(longest=512, num=9, is_all=True))
+    known = PromptLengths(longest=512, num=9, is_all=True)
     plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
     assert changes(plan)["max_model_len"] == "1024"
     assert "the longest of all 9 prompts has 512 tokens" in plan.notes
@@ -344,7 +344,7 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
         model("Qwen2.5-0.5B"),
         Settings(),
         parse_gpus("cpu"),
-        PlanMeasurements(measured=found),
+        measured=found,
     )
     time = plan.placement.time
     # 256 completions of 100 tokens
@@ -357,7 +357,7 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
         model("Qwen2.5-0.5B"),
         Settings(),
         parse_gpus("cpu"),
-        PlanMeasurements(measured=ahead),
+        measured=ahead,
     )
     assert any("sampled ahead (max_staleness)" in note for note in plan.notes)
 
