@@ -136,7 +136,7 @@ class RankMemory:
         """Whether ZeRO's optimizer is in the host's memory for good."""
         return self.job.memory.offload_optimizer and self.job.memory.zero_stage > 0
 
-    @property
+    @cached_property
     def layer_per_token(self) -> int:
         """What one layer keeps of a token for its backward pass:
         b (4 I + 2 A D + 2 K D + 4 H) + 8 H. A row that shares prefixes may keep its keys and values
@@ -205,8 +205,8 @@ class RankMemory:
 
     @property
     def logits(self) -> int:
-        """The output head: a tile of logits in float32, twice, the float32 gradient of the head
-        (not with LoRA), and of what goes into it."""
+        """The output head, 8 t + (4 + b) V H + m H (2 b + 4): a tile of t logits in float32, twice,
+        the float32 gradient of the head (not with LoRA), and of what goes into it."""
         of_chunk = min(self.job.memory.chunk_tokens, self.tokens) * self.model.vocabulary
         tile = min(of_chunk, TILE_LOGITS[self.ranks.device])
         weights = (4 + self.ranks.itemsize) * self.model.vocabulary * self.model.hidden
@@ -223,7 +223,7 @@ class RankMemory:
         waits = self.ranks.itemsize * self.largest if self.model.is_tied or is_large else 0
         return max(self.activations + self.kernel + waits, self.kept + self.logits)
 
-    @property
+    @cached_property
     def states(self) -> States:
         """Gradients in float32, added up over micro-batches, 4 T, and float32 masters with Adam's
         two moments, 12 T: over N what the ZeRO stage shares out."""
@@ -240,9 +240,8 @@ class RankMemory:
             of_sum = 4 * share if self.is_low and stage < 3 else 0
             gradients, update = (4 * whole if stage == 1 else 0) + of_sum, single
             # masters and moments, gradients, weights on their way back
-            at_2 = 24 if stage == 2 and not self.is_low else 16 + self.ranks.itemsize
-            of_each = 20 if stage == 3 else at_2
-            optimizer, host = 0, of_each * share
+            usual = 16 + self.ranks.itemsize
+            optimizer, host = 0, {1: usual, 2: usual if self.is_low else 24, 3: 20}[stage] * share
         elif stage == 0:  # weights in float32 are their own masters
             optimizer = resting = (12 if self.is_low else 8) * whole
             gradients, update = 4 * whole, averaged

@@ -222,7 +222,7 @@ def _forward_flops(needs: PlanInput) -> float:
     job, model, group = needs.job, needs.model, needs.job.completions_per_prompt
     attention = 2 * model.num_layers * model.heads * model.head_size
 
-    def flops(tokens: int) -> float:
+    def flops(tokens: int) -> float:  # 2 P n + 2 L A D n^2 of n tokens
         return tokens * (2 * model.num_read() + attention * tokens)
 
     prompt, whole = flops(needs.prompt_tokens), flops(needs.prompt_tokens + needs.completion_tokens)
