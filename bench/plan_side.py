@@ -26,8 +26,9 @@ from shared.job.file import parse_job
 from shared.plan.gpus import CpuRates, GpuGroup, cpu, host_memory_bytes
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
-from shared.plan.planning import PlanMeasurements, make_plan
+from shared.plan.planning import make_plan
 from shared.settings import Settings
+from shared.wire import PromptLengths
 
 MIB = 1 << 20
 STEP, AS_SET = "step", "as_set"
@@ -131,9 +132,8 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool) -> dict[str, Any
     planned = trainer_memory(model, job, ranks, longest, num_tokens(step))
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
     pools = CpuRates().pools((GpuGroup(1, cpu()),))
-    time_s = make_plan(
-        job, model, Settings(), pools, PlanMeasurements(step.prompt[0])
-    ).placement.time
+    lengths = PromptLengths(longest=step.prompt[0], is_all=True)
+    time_s = make_plan(job, model, Settings(), pools, lengths).placement.time
     return {
         "measured_mib": peak / MIB,
         "loaded_mib": loaded / MIB,

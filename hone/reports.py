@@ -28,23 +28,13 @@ if TYPE_CHECKING:
         RegradedRollout,
         RegradeReport,
         RolloutList,
+        SamplerMemory,
         SetReport,
+        TrainerMemory,
     )
 
-GIB_PARTS = {
-    "trainer": {
-        "weights": "weights_gib",
-        "reference": "reference_gib",
-        "gradients": "gradients_gib",
-        "optimizer": "optimizer_gib",
-        "activations": "activations_gib",
-        "logits": "logits_gib",
-        "update": "update_gib",
-        "buffers": "buffers_gib",
-        "overhead": "overhead_gib",
-    },
-    "sampler": {"weights": "weights_gib", "cache": "cache_gib", "overhead": "overhead_gib"},
-}
+NO_PARTS = ("peak_gib", "host_gib", "least_cache_gib")
+"""Of the memory of a plan: what is said on lines of its own."""
 
 SOURCES = {
     "tabled": "from data sheets",
@@ -89,13 +79,13 @@ def _lines(plan: Plan) -> Iterator[str]:
     each = "each process" if place.kind == "cpu" else "each GPU"
     needed, room = place.trainer.peak_gib, place.trainer_room_gib
     yield f"  trainer, {each}: needs {needed:.1f} GiB and has {room:.1f}"
-    yield f"    {_memory_parts(place, 'trainer')}"
+    yield f"    {_memory_parts(place.trainer)}"
     if place.trainer.host_gib:
         yield f"    and {place.trainer.host_gib:.1f} GiB in the host's memory for each rank"
     needed, room = place.sampler.least_gib, place.sampler_room_gib
     yield f"  sampler, {each}: needs at least {needed:.1f} GiB and has {room:.1f}"
     yield (
-        f"    {_memory_parts(place, 'sampler')} (for {place.sampler.sequences} sequences at once, "
+        f"    {_memory_parts(place.sampler)} (for {place.sampler.sequences} sequences at once, "
         f"{place.sampler.cache_bytes_per_token:,} bytes per token)"
     )
     if place.time is not None:
@@ -161,10 +151,13 @@ def _hours(hours: float) -> str:
     return {0: "less than a minute", 1: "1 minute"}.get(minutes, f"{minutes} minutes")
 
 
-def _memory_parts(place: Placement, who: str) -> str:
-    memory = place.trainer if who == "trainer" else place.sampler
-    found = {name: float(getattr(memory, field)) for name, field in GIB_PARTS[who].items()}
-    return ", ".join(f"{name} {gib:.1f}" for name, gib in found.items() if gib >= 0.05)
+def _memory_parts(memory: TrainerMemory | SamplerMemory) -> str:
+    sizes = {
+        name.removesuffix("_gib"): gib
+        for name, gib in memory.model_dump().items()
+        if name.endswith("_gib") and name not in NO_PARTS
+    }
+    return ", ".join(f"{name} {gib:.1f}" for name, gib in sizes.items() if gib >= 0.05)
 
 
 def _other(place: Placement) -> str:

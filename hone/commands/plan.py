@@ -26,7 +26,7 @@ from shared.http import codec
 from shared.job import Job
 from shared.plan.gpus import CpuRates, parse_gpus
 from shared.plan.model import UnknownModelSize, find_model
-from shared.plan.planning import PlanMeasurements, make_plan, planned_gpus
+from shared.plan.planning import make_plan, planned_gpus
 from shared.plan.rates import MeasuredRates, rates_of
 from shared.settings import load_settings
 from shared.wire import MetricsRow, PromptLengths
@@ -58,9 +58,10 @@ def plan(
     job = job_in(file, overrides)
     settings = load_settings()
     pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
-    lengths = PromptLengths() if prompt_tokens else lengths_of(job)
-    known = PlanMeasurements(prompt_tokens, read_rates(measured) if measured else None, lengths)
-    if known.measured is None:
+    given = PromptLengths(longest=prompt_tokens, is_all=True)
+    lengths = given if prompt_tokens else lengths_of(job)
+    run = read_rates(measured) if measured else None
+    if run is None:
         pools = CpuRates().pools(pools)
     try:
         reward_service.check_rewards(job.rewards)
@@ -68,7 +69,7 @@ def plan(
         say(f"the rewards are not checked: {error.detail}")
     try:
         model = find_model(job.model, job.model_revision)
-        planned = make_plan(job, model, settings, pools, known)
+        planned = make_plan(job, model, settings, pools, lengths, run)
     except UnknownModelSize as error:
         raise BadRequest(str(error)) from error
     show(output, planned, lambda: "\n".join(plan_lines(planned)))

@@ -158,14 +158,14 @@ def _pool(part: str, given: str) -> GpuGroup:
 def named_gpu(name: str, given: str) -> Gpu:
     """Returns the GPU called `name`, in upper or lower case, with or without its memory
     (A10G-24GB). Raises BadRequest."""
-    known = {each.lower(): gpu for each, gpu in TABLE.items()}
-    known |= {f"{each}-{gb}GB".lower(): TABLE[each] for each, gb in NAMED_MEMORY.items()}
-    if found := known.get(name.lower()):
-        return found
+    known = TABLE | {f"{each}-{gb}GB": TABLE[each] for each, gb in NAMED_MEMORY.items()}
+    for each, gpu in known.items():
+        if each.lower() == name.lower():
+            return gpu
     of_several = [each for each in TABLE if each.lower().startswith(f"{name.lower()}-")]
     if len(of_several) > 1:
         raise BadRequest(f"{given}: expected one of {', '.join(sorted(of_several))}")
-    near = closest(name.upper(), [*TABLE, *(f"{each}-{gb}GB" for each, gb in NAMED_MEMORY.items())])
+    near = closest(name.upper(), [*known])
     hint = f"did you mean {near!r}?" if near else f"the known ones are {', '.join(sorted(TABLE))}"
     raise BadRequest(f"{given}: there is no GPU {name!r} in the table; {hint}")
 
@@ -335,31 +335,25 @@ class CpuRates:
     def __init__(self, measure: Callable[[], CoreRates] = measure_in_process) -> None:
         self._measure = measure
         self._lock = threading.Lock()
-        self._found: CoreRates | None = None
+        self._found: CoreRates | str = ""  # or why it failed
         self._failed_at = -math.inf
-        self._failure = ""
 
     def pools(self, pools: tuple[GpuGroup, ...]) -> tuple[GpuGroup, ...]:
         """Returns the pools, a CPU with the rates of this machine; without rates, but with the
         reason, if they cannot be measured. Blocks for as long as the measurement takes."""
-        if not pools[0].gpu.is_cpu:
+        gpu = pools[0].gpu
+        if not gpu.is_cpu:
             return pools
         with self._lock:
-            if self._found is None and time.monotonic() >= self._failed_at + RETRY_S:
+            if isinstance(self._found, str) and time.monotonic() >= self._failed_at + RETRY_S:
                 try:
                     self._found = self._measure()
                 except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
-                    self._failed_at, self._failure = time.monotonic(), _reason(error)
-            found, failure = self._found, self._failure
-        return tuple(
-            replace(
-                pool,
-                gpu=with_rates(pool.gpu, found)
-                if found
-                else replace(pool.gpu, no_rates_because=failure),
-            )
-            for pool in pools
-        )
+                    self._failed_at, self._found = time.monotonic(), _reason(error)
+            found = self._found
+        if isinstance(found, str):
+            return (replace(pools[0], gpu=replace(gpu, no_rates_because=found)),)
+        return (replace(pools[0], gpu=with_rates(gpu, found)),)
 
 
 def measure() -> CoreRates:

@@ -1,107 +1,31 @@
-"""What a GPU of the trainer and one of the sampler hold, in bytes.
+"""What a GPU of the trainer and one of the sampler hold, in bytes. Each formula is in the method of
+its name.
 
-Of a model with P parameters of b bytes (2 in bfloat16, 4 in float32), T of them trained, L layers,
-hidden size H, intermediate size I, A heads and K heads of keys and values of size D, and vocabulary
-V. A rank runs m tokens at a time (`memory.micro_batch_tokens`, or the longest sequence if that has
-more) and is one of N, of which n share the gradients: n = N from ZeRO stage 2 on, else 1.
+In formulas a model has P parameters of b bytes (2 in bfloat16, 4 in float32), T of them trained, L
+layers, hidden size H, intermediate size I, A heads and K heads of keys and values of size D, and
+vocabulary V. A rank runs m tokens at a time and is one of N.
 
-The trainer, on each rank:
-
-    weights       b P                      over N in stage 3; adapters are part of them
-    reference     b P                      with a reference model, no LoRA; over N in stage 3
-    gradients     4 T / n                  float32, added up over micro-batches; 2 T more, of the
-                                           micro-batch's own, in bfloat16 at stage 1
-    optimizer     12 T                     float32 masters and Adam's two moments; over N from
-                                           stage 1; 8 T where the weights are float32 at stage 0
-    activations   k + m (a + i)            each layer's input, and one layer computed again
-                  k + m i                  without gradient checkpointing
-      with k      m b H L, or m L a        kept of all layers, with and without checkpointing
-      with a      b (4 I + 2 A D + 2 K D + 4 H) + 8 H
-                  + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
-                  + (6 A + 4 K) D          on a CPU in bfloat16: attention in float32, which
-                                           processors without products of bfloat16 need
-                  + (b + d) S              where adapters have dropout: each keeps its input, of S
-                  - b (2 H + A D + I)      elements together, and a mask of d bytes, 1 on a GPU and
-                                           b on a CPU, in place of what several share
-      with i      max(3 b I, j)            gradients in the MLP, or in attention after it, where
-                                           what the MLP kept is freed
-      with j      4 g c K D - 4 b I        where prefixes are shared: keys and values that are
-                                           gathered, at most g = 8 of a token, and their gradients,
-                                           in c bytes: 4 on a CPU, b on a GPU
-    kernel        4 A D (P + S + Q)        on a GPU in bfloat16: the backward pass of attention's
-                                           kernel, which computes a part of a row at a time
-      with P      min(129 m, 16384)        queries whose gradient it has in float32, padded
-      with S      132 M / A                as many again for each group of multiprocessors, of the
-                                           longest node, M = `sampling.max_tokens`: sums in order
-      with Q      min(g m, 32768)          keys and values, whose gradients it has for each head
-    logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
-                  + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
-                                           goes into it
-    update        4 min(T, 5e8)            at stage 0, and 1 in bfloat16: gradients that are
-                                           averaged at a time
-                  4 T / N                  at stages 1 and 2 in float32: a flat copy for the step
-                  (4 + b) V H              at stage 2 in bfloat16, where V H > B and it is trained:
-                                           the gradient of the one tensor that no buffer holds
-                  4 min(T / N, 1e9)        at stage 3: a flat copy of as many at a time
-    buffers       8 B                      what is reduced at a time, B elements: in bfloat16 twice
-                                           and in float32, or in float32 twice
-                  (4 + b) B + b G          at stage 3, with G weights that are gathered
-    passes        max(activations + kernel + e, k + logits)
-      with e      b V H                    the head's gradient (not with LoRA), where it waits for
-                                           the embedding's, which is the same tensor's, or at stage
-                                           2 in bfloat16 is more than a buffer holds
-    peak          weights + reference + gradients + optimizer + overhead
-                  + max(passes + g, update) + buffers
-                  + max(passes + b B, 8 B + g, update)
-                                           at stage 1, and at stage 2 where T <= B: gradients are
-                                           reduced after the pass
-      with g      4 T / N                  in float32 at stages 1 and 2, where T > B: the gradients
-                                           of one micro-batch that were reduced
-
-With `memory.offload_optimizer` what is updated is in the host's memory:
-
-    optimizer     0                        and update 0, but not at stage 2 in bfloat16
-    gradients     4 T / N                  at stage 2 in bfloat16: they are added up on the GPU; at
-                                           stage 1 all of them too, 4 T; else 0
-    buffers       b V H                    more at stages 1 and 2: the largest trained tensor
-    host          (16 + b) T / N           optimizer, gradients, weights on their way back; 24 T / N
-                                           at stage 2 in float32; 20 T / N at stage 3
-
-Masters and moments, 12 T / N, are copied to the host's memory before an update of several steps
-(`training.epochs`, `minibatches`), and while the sampler has its turn (HONE_COLOCATE).
-
-On a CPU that is the same memory, and counts as the optimizer's. Where a CPU's host has much memory,
-freed blocks stay in the heap and are rarely used again (`is_worth_giving_back`):
-
-    peak          weights + reference + gradients + optimizer + overhead
-                  + max(activations + logits + g, update) + buffers
-
-The sampler, on each of the t GPUs that a model is split over:
-
-    weights       b P / t
-    cache         2 b L K D / t            for each token of prompt and completion
-    overhead      M b (2 I / t + 4 H)      activations of M prompt tokens at a time
-                  + S V (b + 8)            logits of S sequences, and their float32 log-probs
-                  + what CUDA, its graphs and NCCL take, which is assumed; on a CPU what vLLM's
-                    process takes without a model
+A trainer's rank holds weights, reference, gradients, optimizer and overhead all the time, and
+besides them in turn what a pass takes, what the reduction of its gradients takes, and the update
+(`working`). What is updated or kept in the host's memory is `host`; on a CPU that is the same
+memory, and counts as the optimizer's.
 
 Sources: ZeRO's stages are arXiv 1910.02054, section 3. Activations are counted as in arXiv
-2205.05198, section 4, for the layers that transformers runs: a gated MLP (4 I: two products, the
-gate's activation, what goes down), attention without its matrix (queries, keys, values and what
-comes out), and norms that keep their input in float32 (8 H). What DeepSpeed, the output head
-and vLLM hold is read off their code at the pinned versions; `bench/plan.py` compares the trainer's
-numbers with what is measured.
+2205.05198, section 4, for the layers that transformers runs: a gated MLP, attention without its
+matrix, and norms that keep their input in float32. What DeepSpeed, the output head and vLLM hold is
+read off their code at the pinned versions; `bench/plan.py` compares the trainer's numbers with what
+is measured.
 
-Of a mixture of experts P has all of them. A token goes to k of size F: I is k F, and a has 2 b k H
-more, for copies of what goes in and comes out. All gates of a layer are one tensor, which may be
-larger than V H. Nothing of this was measured.
+Of a mixture of experts P has all of them. A token goes to k of size F: I is k F. All gates of a
+layer are one tensor, which may be larger than V H. Nothing of this was measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
-from shared.job import Job, LoraSpec, MemorySpec
+from shared.job import Job, MemorySpec
 from shared.plan.model import Model
 from shared.wire.records import SamplerMemory, TrainerMemory
 
@@ -171,121 +95,6 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class SamplerShape:
-    """A sampler: the devices that its model is split over, the most sequences at once
-    (`HONE_MAX_NUM_SEQS`), its sequences of a step, the tokens of each, and the adapters that it
-    holds beside the model (`HONE_ROLLOUT_ADAPTERS` and one)."""
-
-    tensor_parallel: int
-    max_sequences: int
-    sequences: int
-    sequence_tokens: int
-    max_adapters: int
-    itemsize: int
-    device: str  # "gpu" or "cpu"
-
-
-def layer_bytes_per_token(
-    model: Model, itemsize: int, device: str, lora: LoraSpec | None = None
-) -> int:
-    """Returns the bytes per token that one layer keeps for its backward pass: `a` above. A row that
-    shares prefixes may keep its keys and values a second time; more are computed again."""
-    heads = 2 * (model.heads + model.kv_heads) * model.head_size
-    normed = (model.heads + model.kv_heads) * model.head_size if model.has_head_norms else 0
-    copies = 2 * model.experts.per_token * model.hidden if model.experts else 0
-    mlp = 4 * model.intermediate + copies
-    in_float32 = (6 * model.heads + 4 * model.kv_heads) * model.head_size
-    in_model = itemsize * (mlp + heads + 4 * model.hidden + normed)
-    upcast = in_float32 if device == "cpu" and itemsize < 4 else 0
-    dropped = _dropout_bytes_per_token(model, itemsize, device, lora)
-    return in_model + 8 * model.hidden + 4 * normed + upcast + dropped
-
-
-def _dropout_bytes_per_token(
-    model: Model, itemsize: int, device: str, lora: LoraSpec | None
-) -> int:
-    """Returns what a layer keeps more if its adapters have dropout: each of them then has an input
-    of its own, and what drops out of it."""
-    if lora is None or not lora.dropout:
-        return 0
-    inputs = sum(shape[1] for shape in model.adapted_shapes(lora)) // model.num_layers
-    shared = 2 * model.hidden + model.heads * model.head_size + model.intermediate
-    mask = itemsize if device == "cpu" else 1
-    return max(0, (itemsize + mask) * inputs - itemsize * shared)
-
-
-def tokens_at_once(job: Job, longest: int = 0, step_tokens: int | None = None) -> int:
-    """Returns the tokens of the largest micro-batch if the longest sequence has `longest` and a
-    rank has at most `step_tokens` before an update: a sequence longer than
-    `memory.micro_batch_tokens` is a micro-batch of its own."""
-    budget = job.memory.micro_batch_tokens
-    full = budget if step_tokens is None else min(budget, step_tokens)
-    return max(full, longest, job.sampling.max_tokens)
-
-
-def kept_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns the bytes that all layers together keep of a micro-batch with so many tokens until
-    its backward pass: `k` above."""
-    checkpointed = job.memory.gradient_checkpointing
-    size = ranks.itemsize
-    whole = layer_bytes_per_token(model, size, ranks.device, job.lora)
-    return tokens * model.num_layers * (size * model.hidden if checkpointed else whole)
-
-
-def activation_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns the peak of a micro-batch's activations for so many tokens, in bytes."""
-    checkpointed = job.memory.gradient_checkpointing
-    size = ranks.itemsize
-    again = layer_bytes_per_token(model, size, ranks.device, job.lora) if checkpointed else 0
-    in_layer = tokens * (again + gradient_bytes_per_token(model, job, ranks))
-    return kept_bytes(model, job, ranks, tokens) + in_layer
-
-
-def gradient_bytes_per_token(model: Model, job: Job, ranks: Ranks) -> int:
-    """Returns what a layer's backward pass takes of a token beside what the layer keeps: `i`
-    above."""
-    in_mlp = 3 * ranks.itemsize * model.intermediate
-    if job.memory.shared_prefix == "off":
-        return in_mlp
-    itemsize = 4 if ranks.device == "cpu" else ranks.itemsize
-    gathered = 4 * KEYS_PER_TOKEN * itemsize * model.kv_heads * model.head_size
-    return max(in_mlp, gathered - 4 * ranks.itemsize * model.intermediate)
-
-
-def kernel_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns the bytes that the backward pass of attention's kernel takes on a GPU in 16 bits, for
-    a micro-batch with so many tokens; 0 elsewhere. Read off FlashAttention-2's code as it is in
-    torch 2.13, and not measured."""
-    if ranks.device != "gpu" or ranks.itemsize > 2:
-        return 0
-    padded = min(tokens * (1 + KERNEL_PADDING), KERNEL_TOKENS)
-    split = MULTIPROCESSORS * min(tokens, job.sampling.max_tokens) // model.heads
-    keys = min(KEYS_PER_TOKEN * tokens, KERNEL_KEYS)
-    return 4 * model.heads * model.head_size * (padded + split + keys)
-
-
-def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns the bytes that the output head takes for log-probs and gradient of a micro-batch with
-    so many tokens."""
-    of_chunk = min(job.memory.chunk_tokens, tokens) * model.vocabulary
-    tile = min(of_chunk, TILE_LOGITS[ranks.device])
-    weights = (4 + ranks.itemsize) * model.vocabulary * model.hidden
-    inputs = tokens * model.hidden * (2 * ranks.itemsize + 4)
-    return 8 * tile + (0 if job.lora else weights) + inputs
-
-
-def pass_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns the peak of the forward and backward pass over a micro-batch with so many tokens, in
-    bytes: in the last layer, or in the output head before it."""
-    size, largest = ranks.itemsize, largest_trained(model, job)
-    waits = model.is_tied or (job.memory.zero_stage == 2 and size < 4 and largest > MAX_BUCKET)
-    in_layer = activation_bytes(model, job, ranks, tokens) + (size * largest if waits else 0)
-    in_layer += kernel_bytes(model, job, ranks, tokens)
-    in_head = kept_bytes(model, job, ranks, tokens) + logits_bytes(model, job, ranks, tokens)
-    return max(in_layer, in_head)
-
-
-@dataclass(frozen=True)
 class States:
     """A rank's memory for updates, in bytes: on its device `gradients`, `optimizer` and, for a
     moment, `update`; in the host's memory `host`. `resting` stays on the device between two updates
@@ -298,45 +107,200 @@ class States:
     resting: float = 0
 
 
-def state_bytes(model: Model, job: Job, ranks: Ranks) -> States:
-    """Returns a rank's memory for updates, with copies in the host's memory."""
-    share = 12 * model.num_trainable(job.lora) / ranks.num if job.memory.zero_stage else 0
-    copied = share or 12 * model.num_trainable(job.lora)
-    states = _states(model, job, ranks)
-    snapshot = copied if job.training.epochs * job.training.minibatches > 1 else 0
-    moved = share if ranks.turns and is_moved(job.memory, ranks.itemsize) else 0
-    return replace(states, host=states.host + snapshot + moved)
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank of the trainer holds for a job, in bytes, if its largest micro-batch has so many
+    tokens (m)."""
 
+    model: Model
+    job: Job
+    ranks: Ranks
+    tokens: int = 0
 
-def _states(model: Model, job: Job, ranks: Ranks) -> States:
-    stage, low = job.memory.zero_stage, ranks.itemsize < 4
-    trained = model.num_trainable(job.lora)
-    share = trained / ranks.num
-    oversized = largest_trained(model, job)
-    single = (4 + ranks.itemsize) * oversized if oversized > MAX_BUCKET else 0
-    if is_offloaded(job.memory):
-        on_gpu = {1: 4 * trained + (4 * share if low else 0), 2: 4 * share if low else 0}
-        host = 20 if stage == 3 else 24 if stage == 2 and not low else 16 + ranks.itemsize
-        return States(on_gpu.get(stage, 0), 0, single if stage == 2 and low else 0, host * share)
-    averaged = 4 * min(trained, MAX_REDUCED)
-    match stage:
-        case 0:
-            optimizer = (12 if low else 8) * trained
-            return States(4 * trained, optimizer, averaged, resting=optimizer)
-        case 1 if low:
-            resting = 6 * trained + 12 * share
-            return States(6 * trained, 12 * share, averaged, resting=resting)
-        case 1:
-            return States(4 * trained, 12 * share, 4 * share)
-        case 2:
-            return States(4 * share, 12 * share, single if low else 4 * share)
-        case _:
-            return States(4 * share, 12 * share, 4 * min(share, SUB_GROUP))
+    @cached_property
+    def trained(self) -> int:
+        return self.model.num_trainable(self.job.lora)
 
+    @property
+    def largest(self) -> int:
+        """Elements of the largest trained tensor; 0 if only adapters are trained."""
+        return 0 if self.job.lora else self.model.largest_tensor
 
-def is_offloaded(memory: MemorySpec) -> bool:
-    """Whether ZeRO's optimizer is in the host's memory for good."""
-    return memory.offload_optimizer and memory.zero_stage > 0
+    @property
+    def is_low(self) -> bool:
+        """Whether weights are of 16 bits."""
+        return self.ranks.itemsize < 4
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether ZeRO's optimizer is in the host's memory for good."""
+        return self.job.memory.offload_optimizer and self.job.memory.zero_stage > 0
+
+    @cached_property
+    def layer_per_token(self) -> int:
+        """What one layer keeps of a token for its backward pass:
+        b (4 I + 2 A D + 2 K D + 4 H) + 8 H. A row that shares prefixes may keep its keys and values
+        a second time; more are computed again."""
+        model, size, lora = self.model, self.ranks.itemsize, self.job.lora
+        heads = (model.heads + model.kv_heads) * model.head_size
+        # an MLP's two products, the gate's activation and what goes down; queries, keys, values and
+        # what comes out; of experts copies of what goes in and comes out, 2 k H
+        copies = 2 * model.experts.per_token * model.hidden if model.experts else 0
+        kept = size * (4 * model.intermediate + copies + 2 * heads + 4 * model.hidden)
+        kept += 8 * model.hidden  # norms
+        if model.has_head_norms:  # of queries and keys, as in Qwen3
+            kept += (size + 4) * heads
+        if self.ranks.device == "cpu" and self.is_low:
+            # attention in float32, which processors without products of bfloat16 need
+            kept += (6 * model.heads + 4 * model.kv_heads) * model.head_size
+        if lora is not None and lora.dropout:
+            # each adapter has an input of its own and a mask, in place of what several share
+            inputs = sum(shape[1] for shape in model.adapted_shapes(lora)) // model.num_layers
+            shared = 2 * model.hidden + model.heads * model.head_size + model.intermediate
+            mask = size if self.ranks.device == "cpu" else 1
+            kept += max(0, (size + mask) * inputs - size * shared)
+        return kept
+
+    @property
+    def kept(self) -> int:
+        """What all layers keep of a micro-batch until its backward pass: m L times b H, each
+        layer's input, or without checkpointing all that a layer keeps."""
+        is_input_only = self.job.memory.gradient_checkpointing
+        of_layer = self.ranks.itemsize * self.model.hidden
+        return (
+            self.tokens
+            * self.model.num_layers
+            * (of_layer if is_input_only else self.layer_per_token)
+        )
+
+    @property
+    def activations(self) -> int:
+        """The peak in a layer's backward pass: what all layers keep, what this one computes again,
+        and the gradients in its MLP, 3 b I, or in its attention."""
+        model, size = self.model, self.ranks.itemsize
+        again = self.layer_per_token if self.job.memory.gradient_checkpointing else 0
+        gradients = 3 * size * model.intermediate
+        if self.job.memory.shared_prefix != "off":
+            # keys and values that are gathered, and their gradients, in float32 on a CPU; what the
+            # MLP kept is freed by then
+            itemsize = 4 if self.ranks.device == "cpu" else size
+            gathered = 4 * KEYS_PER_TOKEN * itemsize * model.kv_heads * model.head_size
+            gradients = max(gradients, gathered - 4 * size * model.intermediate)
+        return self.kept + self.tokens * (again + gradients)
+
+    @property
+    def kernel(self) -> int:
+        """The backward pass of attention's kernel on a GPU in 16 bits, which computes a part of a
+        row at a time. Read off FlashAttention-2's code as it is in torch 2.13, and not measured."""
+        if self.ranks.device != "gpu" or not self.is_low:
+            return 0
+        # queries whose gradient it has in float32, padded; as many again for each group of
+        # multiprocessors, of the longest node, which are sums in order; and keys and values, whose
+        # gradients it has for each head
+        padded = min(self.tokens * (1 + KERNEL_PADDING), KERNEL_TOKENS)
+        longest = min(self.tokens, self.job.sampling.max_tokens)
+        split = MULTIPROCESSORS * longest // self.model.heads
+        keys = min(KEYS_PER_TOKEN * self.tokens, KERNEL_KEYS)
+        return 4 * self.model.heads * self.model.head_size * (padded + split + keys)
+
+    @property
+    def logits(self) -> int:
+        """The output head, 8 t + (4 + b) V H + m H (2 b + 4): a tile of t logits in float32, twice,
+        the float32 gradient of the head (not with LoRA), and of what goes into it."""
+        of_chunk = min(self.job.memory.chunk_tokens, self.tokens) * self.model.vocabulary
+        tile = min(of_chunk, TILE_LOGITS[self.ranks.device])
+        weights = (4 + self.ranks.itemsize) * self.model.vocabulary * self.model.hidden
+        inputs = self.tokens * self.model.hidden * (2 * self.ranks.itemsize + 4)
+        return 8 * tile + (0 if self.job.lora else weights) + inputs
+
+    @property
+    def pass_peak(self) -> int:
+        """The peak of the forward and backward pass over a micro-batch: in the last layer, or in
+        the output head before it."""
+        # the head's gradient waits for the embedding's, which is the same tensor's, or is more than
+        # a buffer holds
+        is_large = self.job.memory.zero_stage == 2 and self.is_low and self.largest > MAX_BUCKET
+        waits = self.ranks.itemsize * self.largest if self.model.is_tied or is_large else 0
+        return max(self.activations + self.kernel + waits, self.kept + self.logits)
+
+    @cached_property
+    def states(self) -> States:
+        """Gradients in float32, added up over micro-batches, 4 T, and float32 masters with Adam's
+        two moments, 12 T: over N what the ZeRO stage shares out."""
+        job, stage, whole = self.job, self.job.memory.zero_stage, self.trained
+        share = whole / self.ranks.num
+        # DeepSpeed averages so many gradients at a time, unless it partitions them in the pass
+        averaged = 4 * min(whole, MAX_REDUCED)
+        # at stage 2 in bfloat16: the gradient of the one tensor that no buffer holds
+        is_single = stage == 2 and self.is_low and self.largest > MAX_BUCKET
+        single = (4 + self.ranks.itemsize) * self.largest if is_single else 0
+        optimizer, host, resting = 12 * share, 0.0, 0.0
+        if self.is_offloaded:
+            # bfloat16 is added up on the GPU; at stage 1 all of the gradients are there too
+            of_sum = 4 * share if self.is_low and stage < 3 else 0
+            gradients, update = (4 * whole if stage == 1 else 0) + of_sum, single
+            # masters and moments, gradients, weights on their way back
+            usual = 16 + self.ranks.itemsize
+            optimizer, host = 0, {1: usual, 2: usual if self.is_low else 24, 3: 20}[stage] * share
+        elif stage == 0:  # weights in float32 are their own masters
+            optimizer = resting = (12 if self.is_low else 8) * whole
+            gradients, update = 4 * whole, averaged
+        elif stage == 1 and self.is_low:  # with the micro-batch's own gradients in bfloat16
+            gradients, update = 6 * whole, averaged
+            resting = gradients + optimizer
+        elif stage == 1:  # a flat copy for the step
+            gradients, update = 4 * whole, 4 * share
+        elif stage == 2:
+            gradients, update = 4 * share, single if self.is_low else 4 * share
+        else:  # a flat copy of as many as are updated at a time
+            gradients, update = 4 * share, 4 * min(share, SUB_GROUP)
+        # copies of masters and moments: before an update of several steps, and while the sampler
+        # has its turn
+        copy = 12 * (share if stage else whole)
+        if job.training.epochs * job.training.minibatches > 1:
+            host += copy
+        if self.ranks.turns and is_moved(job.memory, self.ranks.itemsize):
+            host += copy
+        return States(gradients, optimizer, update, host, resting)
+
+    @property
+    def bucket(self) -> int:
+        """Elements that are reduced at a time."""
+        return min(self.trained, MAX_BUCKET)
+
+    @property
+    def passing(self) -> int:
+        """The largest gradient on its way to the host's memory, at stages 1 and 2."""
+        return self.ranks.itemsize * self.largest if self.is_offloaded else 0
+
+    @property
+    def buffers(self) -> int:
+        """DeepSpeed's buffers for gradients, in bfloat16 twice and in float32, or in float32 twice;
+        at stage 3 also for weights that are gathered."""
+        size = self.ranks.itemsize
+        match self.job.memory.zero_stage:
+            case 0:
+                return 0
+            case 3:
+                gathered = min(self.model.num_parameters, MAX_GATHERED)
+                return (4 + size) * self.bucket + size * gathered
+            case _:
+                return 8 * self.bucket + self.passing
+
+    def working(self, *, is_kept: bool = False) -> float:
+        """The peak of a pass, the reduction of its gradients, and the update, with the buffers of
+        each. `is_kept`: what a pass frees is not used again."""
+        stage, reduced, update = self.job.memory.zero_stage, 0.0, self.states.update
+        passes = self.activations + self.logits if is_kept else self.pass_peak
+        is_over = self.trained > MAX_BUCKET
+        if stage in (1, 2) and not self.is_low and is_over and not self.is_offloaded:
+            # the gradients of one micro-batch that were reduced
+            reduced = 4 * self.trained / self.ranks.num
+        if is_kept or stage in (0, 3) or (stage == 2 and is_over):
+            return max(passes + reduced, update) + self.buffers
+        # gradients are reduced after the pass
+        waiting = self.ranks.itemsize * self.bucket
+        return max(passes + waiting, 8 * self.bucket + reduced, update) + self.passing
 
 
 def is_moved(memory: MemorySpec, itemsize: int) -> bool:
@@ -344,48 +308,6 @@ def is_moved(memory: MemorySpec, itemsize: int) -> bool:
     has its turn: DeepSpeed can at stage 2, and at stage 1 in float32."""
     stage = memory.zero_stage
     return not memory.offload_optimizer and (stage == 2 or (stage == 1 and itemsize == 4))
-
-
-def largest_trained(model: Model, job: Job) -> int:
-    """Returns the elements of the largest trained tensor; 0 if only adapters are trained."""
-    return 0 if job.lora else model.largest_tensor
-
-
-def buffer_bytes(model: Model, job: Job, itemsize: int) -> int:
-    """Returns the bytes of DeepSpeed's buffers for gradients and, in stage 3, for weights."""
-    bucket = min(model.num_trainable(job.lora), MAX_BUCKET)
-    match job.memory.zero_stage:
-        case 0:
-            return 0
-        case 3:
-            return (4 + itemsize) * bucket + itemsize * min(model.num_parameters, MAX_GATHERED)
-        case _:
-            return 8 * bucket + itemsize * _passing(model, job)
-
-
-def _passing(model: Model, job: Job) -> int:
-    """Returns the elements of a gradient on its way to the host's memory, at stages 1 and 2."""
-    return largest_trained(model, job) if is_offloaded(job.memory) else 0
-
-
-def _working(
-    model: Model, job: Job, ranks: Ranks, states: States, tokens: int, *, kept: bool = False
-) -> float:
-    """Returns the peak of a pass, the reduction of its gradients, and the update, with the buffers
-    of each, in bytes. `kept`: what a pass frees is not used again."""
-    stage, size = job.memory.zero_stage, ranks.itemsize
-    trained = model.num_trainable(job.lora)
-    passes, reduced = pass_bytes(model, job, ranks, tokens), 0.0
-    if kept:
-        in_layers = activation_bytes(model, job, ranks, tokens)
-        passes = in_layers + logits_bytes(model, job, ranks, tokens)
-    if stage in (1, 2) and size == 4 and trained > MAX_BUCKET and not is_offloaded(job.memory):
-        reduced = 4 * trained / ranks.num
-    if kept or stage in (0, 3) or (stage == 2 and trained > MAX_BUCKET):
-        return max(passes + reduced, states.update) + buffer_bytes(model, job, size)
-    bucket = min(trained, MAX_BUCKET)
-    most = max(passes + size * bucket, 8 * bucket + reduced, states.update)
-    return most + size * _passing(model, job)
 
 
 def is_worth_giving_back(pass_bytes: int, planned_bytes: float, room_bytes: float) -> bool:
@@ -402,46 +324,59 @@ def trainer_memory(
     model: Model, job: Job, ranks: Ranks, longest: int = 0, step_tokens: int | None = None
 ) -> TrainerMemory:
     """Returns the memory of each rank of the trainer. `longest`: the tokens of the longest prompt
-    with its completion, if known; `step_tokens`: the most tokens of a rank before an update, if
-    known."""
-    stage, size = job.memory.zero_stage, ranks.itemsize
-    whole = model.num_parameters
-    trained = model.num_trainable(job.lora)
-    adapters = trained if job.lora else 0
-    states = state_bytes(model, job, ranks)
-    tokens = tokens_at_once(job, longest, step_tokens)
-    weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
-    reference = size * whole if job.training.has_reference and job.lora is None else 0
-    in_host = ranks.device == "cpu"
-    parts = {
-        "weights": weights,
-        "reference": reference / (ranks.num if stage == 3 else 1),
+    with its completion, if known; a sequence longer than `memory.micro_batch_tokens` is a
+    micro-batch of its own. `step_tokens`: the most tokens of a rank before an update, if known."""
+    budget = job.memory.micro_batch_tokens
+    full = budget if step_tokens is None else min(budget, step_tokens)
+    rank = RankMemory(model, job, ranks, max(full, longest, job.sampling.max_tokens))
+    states, in_host = rank.states, ranks.device == "cpu"
+    weights, spread = model.num_parameters, ranks.num if job.memory.zero_stage == 3 else 1
+    reference = weights if job.training.has_reference and job.lora is None else 0
+    steady = {
+        "weights": ranks.itemsize * (weights + (rank.trained if job.lora else 0)) / spread,
+        "reference": ranks.itemsize * reference / spread,
         "gradients": states.gradients,
         "optimizer": states.optimizer + (states.host if in_host else 0),
-        "activations": activation_bytes(model, job, ranks, tokens)
-        + kernel_bytes(model, job, ranks, tokens),
-        "logits": logits_bytes(model, job, ranks, tokens),
-        "update": states.update,
-        "buffers": buffer_bytes(model, job, size),
         "overhead": TRAINER_OVERHEAD[ranks.device],
     }
-    steady = sum(
-        parts[name] for name in ("weights", "reference", "gradients", "optimizer", "overhead")
-    )
-    working = _working(model, job, ranks, states, tokens)
+    in_turn = {
+        "activations": rank.activations + rank.kernel,
+        "logits": rank.logits,
+        "update": states.update,
+        "buffers": rank.buffers,
+    }
+    peak = sum(steady.values()) + rank.working()
+    # Where a CPU's host has much memory, freed blocks stay in the heap and are rarely used again.
     if ranks.host_bytes is not None and not is_worth_giving_back(
-        pass_bytes(model, job, ranks, tokens), (steady + working) * ranks.num, ranks.host_bytes
+        rank.pass_peak, peak * ranks.num, ranks.host_bytes
     ):
-        working = _working(model, job, ranks, states, tokens, kept=True)
+        peak = sum(steady.values()) + rank.working(is_kept=True)
     return TrainerMemory(
-        **{f"{name}_gib": gib(value) for name, value in parts.items()},
-        peak_gib=gib(steady + working),
+        **{f"{name}_gib": gib(value) for name, value in (steady | in_turn).items()},
+        peak_gib=gib(peak),
         host_gib=0 if in_host else gib(states.host),
     )
 
 
+@dataclass(frozen=True)
+class SamplerShape:
+    """A sampler: the bytes of a weight, its device, the devices that its model is split over, the
+    most sequences at once (`HONE_MAX_NUM_SEQS`), its sequences of a step, the tokens of each, and
+    the adapters that it holds beside the model (`HONE_ROLLOUT_ADAPTERS` and one)."""
+
+    itemsize: int
+    device: str  # "gpu" or "cpu"
+    tensor_parallel: int = 1
+    max_sequences: int = 1
+    sequences: int = 1
+    sequence_tokens: int = 1
+    max_adapters: int = 0
+
+
 def sampler_memory(model: Model, job: Job, serving: SamplerShape) -> SamplerMemory:
-    """Returns the memory of each GPU of a sampler."""
+    """Returns the memory of each GPU of a sampler: weights, b P over the GPUs; the cache of prompt
+    and completion; activations of the prompt tokens computed at a time, logits of all sequences
+    with their float32 log-probs, and what CUDA, its graphs and NCCL take."""
     size, split = serving.itemsize, serving.tensor_parallel
     per_token = cache_bytes_per_token(model, size, split)
     sequences = min(serving.sequences, serving.max_sequences)
@@ -465,8 +400,8 @@ def sampler_memory(model: Model, job: Job, serving: SamplerShape) -> SamplerMemo
 
 
 def cache_bytes_per_token(model: Model, itemsize: int, tensor_parallel: int = 1) -> int:
-    """Returns the bytes of attention's cache for a token on each GPU. If there are fewer heads than
-    GPUs, heads are stored several times."""
+    """Returns the bytes of attention's cache for a token on each GPU, 2 b L K D over the GPUs. If
+    there are fewer heads than GPUs, heads are stored several times."""
     heads = max(1, model.kv_heads // tensor_parallel)
     return 2 * itemsize * model.num_layers * heads * model.head_size
 

@@ -2,17 +2,7 @@
 
 If the files are here (a folder, or the Hugging Face cache), their headers give the parameters. Else
 the configuration is read from the Hub. For the architectures in `COUNTED` it gives the shape of
-every tensor:
-
-    embedding     V H, and the output head V H again unless they are tied
-    attention     H (A + 2 K) D + A D H, and the biases
-    MLP           3 H I
-    norms         2 H for each layer, 2 D more where queries and keys have norms, and H at the end
-
-    experts       E times 3 H I in place of the MLP, and E H for the router
-
-with vocabulary V, hidden size H, A heads and K heads of keys and values of size D, intermediate
-size I and E experts. Memory counts all experts, time only a token's own experts.
+every tensor. Memory counts all experts, time only a token's own experts.
 """
 
 from __future__ import annotations
@@ -22,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,11 +70,11 @@ class Model:
     shapes: Shapes
     experts: Experts | None = None
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.shapes.values()))
 
-    @property
+    @cached_property
     def num_expert_parameters(self) -> int:
         return sum(math.prod(shape) for name, shape in self.shapes.items() if EXPERT in name)
 
@@ -108,7 +99,7 @@ class Model:
         """Whether the output head is the embedding."""
         return HEAD not in self.shapes
 
-    @property
+    @cached_property
     def has_head_norms(self) -> bool:
         """Whether queries and keys have norms of their own."""
         return any(name.endswith(".q_norm.weight") for name in self.shapes)
@@ -140,9 +131,7 @@ def find_model(model: str, revision: str | None = None, *, online: bool = True) 
     """Returns the sizes of a job's `model`. Raises UnknownModelSize for a folder whose
     configuration lacks a size, and for a Hub model that is neither cached nor, if `online`,
     reachable; BadRequest for a name that is neither a folder nor a Hub id."""
-    folder = model_folder(model)
-    if folder is None:
-        folder = cached_folder(model, revision)
+    folder = model_folder(model) or cached_folder(model, revision)
     if folder is None:
         return of_config(config_on_hub(model, revision, online=online), model)
     try:
@@ -227,42 +216,40 @@ def _shapes(
             f"only, and they are not here; `hf download {model}` fetches them"
         )
     hidden, size = sizes["hidden"], sizes["head_size"]
-    outputs = {
-        "q_proj": sizes["heads"] * size,
-        "k_proj": sizes["kv_heads"] * size,
-        "v_proj": sizes["kv_heads"] * size,
-    }
-    attention_bias = bool(config.get("attention_bias", False))
-    yield "model.embed_tokens.weight", (sizes["vocabulary"], hidden)
+    queries, keys = sizes["heads"] * size, sizes["kv_heads"] * size
+    has_bias = bool(config.get("attention_bias", False))
+    yield EMBEDDING, (sizes["vocabulary"], hidden)
     if not config.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (sizes["vocabulary"], hidden)
+        yield HEAD, (sizes["vocabulary"], hidden)
     yield "model.norm.weight", (hidden,)
     for layer in range(sizes["num_layers"]):
-        start = f"model.layers.{layer}"
-        for name, width in outputs.items():
-            yield f"{start}.self_attn.{name}.weight", (width, hidden)
-            if attention_bias or kind == "qwen2":
-                yield f"{start}.self_attn.{name}.bias", (width,)
-        yield f"{start}.self_attn.o_proj.weight", (hidden, outputs["q_proj"])
-        if attention_bias:
-            yield f"{start}.self_attn.o_proj.bias", (hidden,)
+        attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
+        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{attention}.{name}_proj.weight", (width, hidden)
+            if has_bias or kind == "qwen2":
+                yield f"{attention}.{name}_proj.bias", (width,)
+        yield f"{attention}.o_proj.weight", (hidden, queries)
+        if has_bias:
+            yield f"{attention}.o_proj.bias", (hidden,)
         if kind in ("qwen3", "qwen3_moe"):
-            yield f"{start}.self_attn.q_norm.weight", (size,)
-            yield f"{start}.self_attn.k_norm.weight", (size,)
+            yield f"{attention}.q_norm.weight", (size,)
+            yield f"{attention}.k_norm.weight", (size,)
         if experts and _is_sparse(config, layer):
-            each = (experts.num, hidden, experts.intermediate)
-            yield f"{start}.mlp.gate.weight", (experts.num, hidden)
-            yield f"{start}.mlp.experts.gate_up_proj", (each[0], 2 * each[2], each[1])
-            yield f"{start}.mlp.experts.down_proj", each
+            yield f"{mlp}.gate.weight", (experts.num, hidden)
+            yield f"{mlp}.experts.gate_up_proj", (experts.num, 2 * experts.intermediate, hidden)
+            yield f"{mlp}.experts.down_proj", (experts.num, hidden, experts.intermediate)
         else:
             inner = int(config["intermediate_size"])
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
-                yield f"{start}.mlp.{name}.weight", shape
+            for name, shape in (
+                ("gate", (inner, hidden)),
+                ("up", (inner, hidden)),
+                ("down", (hidden, inner)),
+            ):
+                yield f"{mlp}.{name}_proj.weight", shape
                 if config.get("mlp_bias"):
-                    yield f"{start}.mlp.{name}.bias", shape[:1]
-        yield f"{start}.input_layernorm.weight", (hidden,)
-        yield f"{start}.post_attention_layernorm.weight", (hidden,)
+                    yield f"{mlp}.{name}_proj.bias", shape[:1]
+        for name in ("input", "post_attention"):
+            yield f"model.layers.{layer}.{name}_layernorm.weight", (hidden,)
 
 
 def _is_sparse(config: Config, layer: int) -> bool:

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from shared.job import Job, LoraSpec, MemorySpec
+from shared.job import Job, LoraSpec
 from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup
-from shared.plan.memory import GIB, Ranks, SamplerShape, sampler_memory, state_bytes, trainer_memory
+from shared.plan.memory import GIB, RankMemory, Ranks, SamplerShape, sampler_memory, trainer_memory
 from shared.plan.model import Model
+from shared.plan.rates import PlanInput
 from shared.settings import Settings
-from shared.weights.architectures import choose_dtype
 from shared.wire.records import Change, Placement, SamplerMemory, StepTime, TrainerMemory
 from shared.wire.records import PlacementKind as Kind
 
@@ -48,56 +48,6 @@ TURNS_UTILIZATION = 0.6
 
 ASLEEP_GIB = 1.0
 """GiB of a GPU that a sleeping sampler keeps: CUDA's context and graphs. Assumed."""
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """The input of a placement: a job, its model, the tokens of its prompts and completions, and
-    the settings. Time is for `completion_tokens`, memory for `sampling.max_tokens`. `is_longest`:
-    no prompt has more than `prompt_tokens`; else these are a guess."""
-
-    job: Job
-    model: Model
-    prompt_tokens: int
-    completion_tokens: int
-    settings: Settings
-    is_longest: bool = False
-
-    @property
-    def load(self) -> rates.StepSize:
-        group = self.job.completions_per_prompt
-        return rates.StepSize(
-            completions=self.job.sampling.prompts_per_step * group,
-            group=group,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-        )
-
-    @property
-    def longest(self) -> int:
-        """Returns the tokens of the longest prompt with its completion."""
-        return self.prompt_tokens + self.job.sampling.max_tokens
-
-    def rank_tokens(self, num_ranks: int) -> int | None:
-        """Returns the most tokens of a rank before an update, a shared prompt once for its group;
-        None where an environment's turns add to prompt and completion."""
-        if self.job.environment is not None:
-            return None
-        load, longest = self.load, self.job.sampling.max_tokens
-        groups = load.completions / load.group
-        if not rates.may_share(self.job.memory):
-            groups = load.completions
-        tokens = groups * self.prompt_tokens + load.completions * longest
-        return math.ceil(tokens / num_ranks)
-
-    def itemsize(self, gpu: Gpu) -> int:
-        """Returns the bytes of a weight on such a GPU."""
-        return 4 if self.dtype(gpu) == "float32" else 2
-
-    def dtype(self, gpu: Gpu) -> str:
-        return choose_dtype(
-            self.job.training.dtype, capability=None, cpu_multiplies_bfloat16=gpu.has_bfloat16
-        )
 
 
 def placements(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> list[Placement]:
@@ -178,7 +128,7 @@ class Candidate:
         shape = SamplerShape(
             tensor_parallel=self.split,
             max_sequences=settings.max_num_seqs or self.sampler.max_sequences,
-            sequences=-(-needs.load.completions // self.num_samplers),
+            sequences=-(-needs.completions // self.num_samplers),
             sequence_tokens=needs.longest,
             max_adapters=settings.rollout_adapters + 1,
             itemsize=needs.itemsize(self.sampler),
@@ -214,20 +164,20 @@ class Candidate:
         )
 
     def _time(self) -> StepTime | None:
-        needs, sampler, ranks = self.needs, self.sampler_memory, self.ranks
+        """Returns the time of a step by the rates of the GPUs or of the CPU; None if one has
+        none."""
+        needs, sampler = self.needs, self.sampler_memory
+        if not (self.trainer.gpu.has_rates and self.sampler.has_rates):
+            return None
         free = (self.sampler_room - sampler.weights_gib - sampler.overhead_gib) * GIB
         at_longest = int(free // (sampler.cache_bytes_per_token * needs.longest))
-        sampling = rates.SamplingRate(
-            self.num_samplers,
-            self.split,
-            max(1, min(sampler.sequences, at_longest)),
-            self.sampler,
-            needs.itemsize(self.sampler),
-        )
-        training = rates.TrainingRate(ranks.num, self.trainer.gpu, ranks.itemsize)
-        return rates.time_by_rates(
-            needs.model, needs.job, needs.load, sampling, training, self.kind
-        )
+        at_once = max(1, min(sampler.sequences, at_longest))
+        sample_s = rates.sample_s(needs, self.sampler, self.num_samplers, self.split, at_once)
+        train_s = rates.train_s(needs, self.trainer, self.kind)
+        sync_s = rates.sync_s(needs, self.trainer.gpu)
+        is_beside = needs.job.max_staleness > 0 and self.kind == "split"
+        source = "benchmarked" if self.trainer.gpu.is_cpu else "tabled"
+        return rates.step_time(sample_s, train_s, sync_s, is_beside=is_beside, source=source)
 
 
 def _splits(model: Model, num_gpus: int) -> list[int]:
@@ -269,7 +219,7 @@ def _turns(needs: PlanInput, pool: GpuGroup) -> Candidate:
     way = Candidate(needs, "turns", pool, gpu, 1, split, USABLE * gpu.memory_gib - ASLEEP_GIB)
     trainer = way.trainer_memory
     stays = trainer.weights_gib + trainer.reference_gib + trainer.overhead_gib
-    stays += state_bytes(needs.model, needs.job, way.ranks).resting / GIB
+    stays += RankMemory(needs.model, needs.job, way.ranks).states.resting / GIB
     share = _utilization(needs.settings, TURNS_UTILIZATION)
     most = max(math.floor(100 * (1 - stays / gpu.memory_gib)) / 100, 0.0)
     why_not: tuple[str, ...] = ()
@@ -300,42 +250,53 @@ COUNTS = (1, 2, 4, 8)
 @dataclass(frozen=True)
 class Remedy:
     """A change of the job's key `key` that saves memory, with its cost: the cheapest combination
-    has the least sum of costs. `jobs` returns the job with the change, the mildest first; none if
+    has the least sum of costs. `values` returns the key's new values, the mildest first; none if
     the job has it already."""
 
     key: str
     why: str
     cost: int
-    jobs: Callable[[PlanInput], Iterable[Job]]
-    learned: bool = False
+    values: Callable[[PlanInput], Iterable[Any]]
+
+    def job(self, job: Job, value: Any) -> Job:
+        """Returns the job with the value."""
+        section, _, name = self.key.rpartition(".")
+        if not section:
+            return job.model_copy(update={name: value})
+        keys = getattr(job, section) or LoraSpec()  # the one section that a job may lack
+        return job.model_copy(update={section: keys.model_copy(update={name: value})})
 
     def change(self, job: Job) -> Change:
-        found = operator.attrgetter(self.key)(job)
-        text = str(found).lower() if isinstance(found, bool) else str(found)
-        return Change(key=self.key, value=text, why=self.why, learned=self.learned)
+        value = str(operator.attrgetter(self.key)(job)).lower()  # true, as in TOML
+        return Change(key=self.key, value=value, why=self.why, learned=self.key == "lora.rank")
 
 
 def remedies(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[Change, ...]:
     """Returns the changes that together make the job fit onto the GPUs; () if no combination is
     enough."""
     # on a CPU the host's memory is what runs short
-    possible = [each for each in REMEDIES if each is not OFFLOAD or not pools[0].gpu.is_cpu]
+    possible = [
+        each
+        for each in REMEDIES
+        if each.key != "memory.offload_optimizer" or not pools[0].gpu.is_cpu
+    ]
     counts = range(1, len(possible) + 1)
     every = itertools.chain.from_iterable(itertools.combinations(possible, num) for num in counts)
     for chosen in sorted(every, key=lambda chosen: sum(remedy.cost for remedy in chosen)):
-        for job in _changed(needs, chosen):
-            if placements(replace(needs, job=job), pools)[0].fits:
-                return tuple(remedy.change(job) for remedy in chosen)
+        for changed in _changed(needs, chosen):
+            if placements(changed, pools)[0].fits:
+                return tuple(remedy.change(changed.job) for remedy in chosen)
     return ()
 
 
-def _changed(needs: PlanInput, chosen: Sequence[Remedy]) -> Iterator[Job]:
-    """Yields the job with all of the changes, the mildest ones first."""
+def _changed(needs: PlanInput, chosen: Sequence[Remedy]) -> Iterator[PlanInput]:
+    """Yields the needs with all of the changes, the mildest ones first."""
     if not chosen:
-        yield needs.job
+        yield needs
         return
-    for job in chosen[0].jobs(needs):
-        yield from _changed(replace(needs, job=job), chosen[1:])
+    first, *rest = chosen
+    for value in first.values(needs):
+        yield from _changed(replace(needs, job=first.job(needs.job, value)), rest)
 
 
 def enough_gpus(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[str, ...]:
@@ -351,53 +312,33 @@ def enough_gpus(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[str, ...
     return tuple(str(pool) for pool in found if pool is not None)
 
 
-def _with_memory(job: Job, **values: Any) -> Job:
-    return job.model_copy(update={"memory": job.memory.model_copy(update=values)})
-
-
-def _halved(needs: PlanInput) -> Iterator[Job]:
+def _halves(needs: PlanInput) -> Iterator[int]:
     """Half the tokens of a micro-batch and half of that, down to one longest sequence."""
     tokens = needs.job.memory.micro_batch_tokens
     while (half := max(tokens // 2, needs.longest)) < tokens:
-        yield _with_memory(needs.job, micro_batch_tokens=half)
+        yield half
         tokens = half
 
 
-def _shorter(needs: PlanInput) -> Iterator[Job]:
-    """Lowers the bound to the longest sequence of training or evaluation, if known. A lower bound
-    would cut completions, and so change what is learned."""
+def _shorter(needs: PlanInput) -> list[int]:
+    """The longest sequence of training or evaluation, if known. A lower bound would cut
+    completions, and so change what is learned."""
     job = needs.job
     needed = needs.prompt_tokens + max(job.sampling.max_tokens, job.evaluation.max_tokens or 0)
-    if needs.is_longest and needed < (job.max_model_len or needs.model.max_len):
-        yield job.model_copy(update={"max_model_len": needed})
+    is_less = needed < (job.max_model_len or needs.model.max_len)
+    return [needed] if needs.is_longest and is_less else []
 
 
-def _memory_change(
-    is_possible: Callable[[MemorySpec], bool], **values: Any
-) -> Callable[[PlanInput], Iterable[Job]]:
-    def jobs(needs: PlanInput) -> Iterator[Job]:
-        if is_possible(needs.job.memory):
-            yield _with_memory(needs.job, **values)
+def _if_not(is_there: Callable[[Job], object], value: Any) -> Callable[[PlanInput], list[Any]]:
+    return lambda needs: [] if is_there(needs.job) else [value]
 
-    return jobs
-
-
-OFFLOAD = Remedy(
-    "memory.offload_optimizer",
-    "master weights and Adam's moments are in the host's memory and updated there",
-    8,
-    _memory_change(
-        lambda memory: memory.zero_stage > 0 and not memory.offload_optimizer,
-        offload_optimizer=True,
-    ),
-)
 
 REMEDIES = (
     Remedy(
         "memory.micro_batch_tokens",
         "fewer tokens in a pass, and more passes",
         1,
-        _halved,
+        _halves,
     ),
     Remedy(
         "max_model_len",
@@ -409,23 +350,25 @@ REMEDIES = (
         "memory.gradient_checkpointing",
         "layers are computed again in the backward pass: a third more time",
         2,
-        _memory_change(
-            lambda memory: not memory.gradient_checkpointing, gradient_checkpointing=True
-        ),
+        _if_not(lambda job: job.memory.gradient_checkpointing, True),
     ),
     Remedy(
         "memory.zero_stage",
         "ranks share the weights too, and gather them while they compute",
         4,
-        _memory_change(lambda memory: memory.zero_stage < 3, zero_stage=3),
+        _if_not(lambda job: job.memory.zero_stage == 3, 3),
     ),
-    OFFLOAD,
+    Remedy(
+        "memory.offload_optimizer",
+        "master weights and Adam's moments are in the host's memory and updated there",
+        8,
+        _if_not(lambda job: job.memory.offload_optimizer or not job.memory.zero_stage, True),
+    ),
     Remedy(
         "lora.rank",
         "only adapters are trained, which is another way to learn",
         100,
-        lambda needs: [] if needs.job.lora else [needs.job.model_copy(update={"lora": LoraSpec()})],
-        learned=True,
+        _if_not(lambda job: job.lora, LoraSpec().rank),
     ),
 )
 """The remedies, in the order in which a plan lists them."""

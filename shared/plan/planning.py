@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup, parse_gpus, visible_gpus
 from shared.plan.memory import GIB
 from shared.plan.model import Model, UnknownModelSize
-from shared.plan.placement import PlanInput, enough_gpus, placements, remedies
+from shared.plan.placement import enough_gpus, placements, remedies
 from shared.settings import Settings
 from shared.weights.model_folder import limit_of
 from shared.wire.records import Cost, Placement, Plan, PromptLengths
@@ -41,32 +41,17 @@ class Price:
     source: str
 
 
-@dataclass(frozen=True)
-class PriceList:
-    """One provider's prices of an hour, by GPU."""
-
-    provider: str
-    currency: str
-    date: datetime.date
-    source: str
-    per_hour: dict[str, float]
-
-    def of(self, pools: tuple[GpuGroup, ...]) -> Price | None:
-        """Returns the price of an hour of these GPUs; None if one of them has no price."""
-        if any(pool.gpu.name not in self.per_hour for pool in pools):
-            return None
-        total = sum(pool.count * self.per_hour[pool.gpu.name] for pool in pools)
-        where = f"prices of {self.provider} on {self.date.isoformat()} ({self.source})"
-        return Price(round(total, 4), self.currency, where)
-
-
 def price_per_hour(settings: Settings, pools: tuple[GpuGroup, ...]) -> Price | None:
     """Returns the price of an hour of `pools`: HONE_PRICE_PER_HOUR if it is set, else the sum of
     the table's prices; None if a GPU is not in the table. Raises BadRequest for a table that cannot
     be read."""
     if settings.price_per_hour is not None:
         return Price(settings.price_per_hour, settings.currency, "HONE_PRICE_PER_HOUR")
-    return read_prices(settings).of(pools)
+    prices, currency, source = read_prices(settings)
+    if any(pool.gpu.name not in prices for pool in pools):
+        return None
+    total = sum(pool.count * prices[pool.gpu.name] for pool in pools)
+    return Price(round(float(total), 4), currency, source)
 
 
 def price_of_jobs(settings: Settings) -> Price | None:
@@ -78,9 +63,9 @@ def price_of_jobs(settings: Settings) -> Price | None:
     return price_per_hour(settings, pools)
 
 
-def read_prices(settings: Settings) -> PriceList:
-    """Returns the prices of HONE_PROVIDER in HONE_PRICES. Raises BadRequest with what is wrong and
-    where."""
+def read_prices(settings: Settings) -> tuple[dict[str, float], str, str]:
+    """Returns HONE_PROVIDER's prices of an hour by GPU in HONE_PRICES, their currency, and their
+    source as part of a sentence. Raises BadRequest with what is wrong and where."""
     path = settings.prices or OWN
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -88,60 +73,33 @@ def read_prices(settings: Settings) -> PriceList:
         raise BadRequest(f"HONE_PRICES {str(path)!r} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"HONE_PRICES {str(path)!r} is not valid TOML: {error}") from error
-    table = tables.get(settings.provider)
+    table: Any = tables.get(settings.provider)
     if not isinstance(table, dict):
         hint = nearest(settings.provider, list(tables), "the providers there")
         raise BadRequest(f"{path} has no table [{settings.provider}] (HONE_PROVIDER); {hint}")
-    return _price_list(settings.provider, cast(dict[str, Any], table), path)
-
-
-def _price_list(provider: str, table: dict[str, Any], path: Path) -> PriceList:
-    where = f"{path}: [{provider}]"
-    currency, date, source = (table.get(head) for head in HEADS)
+    prices = dict(cast(dict[str, Any], table))
+    where = f"{path}: [{settings.provider}]"
+    currency, date, source = (prices.pop(head, None) for head in HEADS)
     if not isinstance(currency, str) or not isinstance(source, str):
         raise BadRequest(f'{where} needs currency = "..." and source = "..."; got {table!r:.200}')
     if not isinstance(date, datetime.date):
         raise BadRequest(f"{where} needs date = YYYY-MM-DD, the day of its prices; got {date!r}")
-    prices: dict[str, float] = {}
-    for name, price in table.items():
-        if name in HEADS:
-            continue
+    for name, price in prices.items():
         if name not in TABLE:
             hint = nearest(name, list(TABLE), "the GPUs")
             raise BadRequest(f"{where} has a price of {name!r}, which is no GPU known here; {hint}")
         if isinstance(price, bool) or not isinstance(price, int | float) or price < 0:
             raise BadRequest(f"{where} {name} is {price!r}; expected a price per hour, 0 or more")
-        prices[name] = float(price)
-    return PriceList(provider, currency, date, source, prices)
+    return prices, currency, f"prices of {settings.provider} on {date.isoformat()} ({source})"
 
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where the lengths of prompts are unknown."""
 
+UNKNOWN = PromptLengths()
+
 LEAST_HOST_GIB = 1.0
 """Least GiB of host memory that a plan notes."""
-
-
-@dataclass(frozen=True)
-class PlanMeasurements:
-    """Knowledge beyond the job itself: the tokens of its longest prompt as they were given, the
-    rates of a similar run, and the counted `lengths` of its prompts. None: unknown."""
-
-    prompt_tokens: int | None = None
-    measured: rates.MeasuredRates | None = None
-    lengths: PromptLengths = field(default_factory=PromptLengths)
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Returns the tokens of the longest known prompt; None if none is known."""
-        return self.lengths.longest if self.prompt_tokens is None else self.prompt_tokens
-
-    @property
-    def is_longest(self) -> bool:
-        """Whether no prompt has more tokens than `longest_prompt`."""
-        return self.prompt_tokens is not None or (
-            self.lengths.longest is not None and self.lengths.is_all
-        )
 
 
 def planned_gpus(settings: Settings) -> tuple[GpuGroup, ...]:
@@ -154,19 +112,22 @@ def make_plan(
     model: Model,
     settings: Settings,
     pools: tuple[GpuGroup, ...],
-    known: PlanMeasurements | None = None,
+    lengths: PromptLengths = UNKNOWN,
+    measured: rates.MeasuredRates | None = None,
 ) -> Plan:
-    """Returns the job's plan on these GPUs. Raises BadRequest for prices that cannot be read, for
-    prompts and completions beyond the model's context, and for groups of one; UnknownModelSize for
-    a job of 0 steps."""
+    """Returns the job's plan on these GPUs, with the `lengths` of its prompts (without a number of
+    prompts they were given) and the `measured` rates of a similar run, as far as they are known.
+    Raises BadRequest for prices that cannot be read, for prompts and completions beyond the model's
+    context, and for groups of one; UnknownModelSize for a job of 0 steps."""
     check_groups(job)
     if not job.trains:
         raise UnknownModelSize("steps is 0: the job only evaluates, and plans are of training")
-    known = known or PlanMeasurements()
-    needs = _needs(job, model, settings, known)
+    needs = _needs(job, model, settings, lengths)
+    if measured is not None:
+        needs = replace(needs, completion_tokens=max(1, round(measured.completion_tokens)))
     best, *others = placements(needs, pools)
-    if known.measured is not None and best.fits:
-        best = best.model_copy(update={"time": rates.time_by_run(job, needs.load, known.measured)})
+    if measured is not None and best.fits:
+        best = best.model_copy(update={"time": rates.time_by_run(needs, measured)})
     price = price_per_hour(settings, pools)
     return Plan(
         model=job.model,
@@ -184,11 +145,11 @@ def make_plan(
         prompt_tokens=needs.prompt_tokens,
         completion_tokens=needs.completion_tokens,
         cost=_cost(job, best, price),
-        notes=tuple(_notes(needs, known, best, price, pools)),
+        notes=tuple(_notes(needs, lengths, measured, best, price, pools[0].gpu)),
     )
 
 
-def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) -> PlanInput:
+def _needs(job: Job, model: Model, settings: Settings, lengths: PromptLengths) -> rates.PlanInput:
     """Returns the input of placements. Raises BadRequest if completions leave no room for a
     prompt, or for the longest one."""
     completion = job.sampling.max_tokens
@@ -202,7 +163,7 @@ def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) 
             f"sampling.max_tokens is {completion}, and {what} holds {holds} tokens of prompt "
             f"and completion together; expected at most {holds - 1}, and room for the prompts"
         )
-    room, longest = holds - completion, known.longest_prompt
+    room, longest = holds - completion, lengths.longest
     if longest is not None and longest > room and job.sampling.overlong_prompts == "error":
         raise BadRequest(
             f"prompts of {longest} tokens leave no room for sampling.max_tokens {completion}: "
@@ -210,9 +171,9 @@ def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) 
             'sampling.overlong_prompts to "drop" or "truncate"'
         )
     prompt = min(PROMPT_TOKENS if longest is None else longest, room)
-    if known.measured is not None:
-        completion = max(1, round(known.measured.completion_tokens))
-    return PlanInput(job, model, prompt, completion, settings, known.is_longest)
+    return rates.PlanInput(
+        job, model, prompt, completion, settings, longest is not None and lengths.is_all
+    )
 
 
 def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
@@ -231,30 +192,31 @@ def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
 
 
 def _notes(
-    needs: PlanInput,
-    known: PlanMeasurements,
+    needs: rates.PlanInput,
+    lengths: PromptLengths,
+    measured: rates.MeasuredRates | None,
     placement: Placement,
     price: Price | None,
-    pools: tuple[GpuGroup, ...],
+    gpu: Gpu,
 ) -> Iterator[str]:
     """Yields what is unknown or assumed."""
-    job, gpu, time, lengths = needs.job, pools[0].gpu, placement.time, known.lengths
-    if known.longest_prompt is None:
+    job, time = needs.job, placement.time
+    if lengths.longest is None:
         why = f": {lengths.why_not}" if lengths.why_not else ""
         yield f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens){why}"
-    elif known.prompt_tokens is None and lengths.is_all:
+    elif lengths.num and lengths.is_all:
         yield f"the longest of all {lengths.num} prompts has {lengths.longest} tokens"
-    elif known.prompt_tokens is None:
+    elif lengths.num:
         yield (
             f"the longest of {lengths.num} prompts that were counted has {lengths.longest} tokens; "
             "there may be longer ones"
         )
-    if known.measured is not None and known.measured.overlapped:
+    if measured is not None and measured.overlapped:
         yield (
             "the measured run sampled ahead (max_staleness), so its sampling times are of several "
             "batches at once"
         )
-    if known.measured is None and time is not None:
+    if measured is None and time is not None:
         what = "answers" if job.trains_without_sampling else "completions"
         yield (
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"

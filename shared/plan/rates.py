@@ -1,53 +1,33 @@
 """How long a step takes: from the GPUs' data sheets, from a short measurement of this machine's
 processor (`gpus.py`), or from a measured run.
 
-A step has R = prompts x group completions of c tokens each (the longest allowed, or a measured
-mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at once. The trainer
-has N ranks, one GPU each. A GPU has F operations and W bytes per second. The model has P
-parameters of b bytes, T of them trained, and L layers with A heads of size D.
+A plan counts operations as in arXiv 2001.08361, section 2.1: a token takes 2 for each parameter,
+and 4 L A D for each token that it attends to (scores and values), n / 2 tokens on average, in a
+model of L layers with A heads of size D. In a mixture of experts a token's own experts count; an
+iteration reads the experts of all its tokens.
 
-    an iteration  max((b P / t + s (p + c / 2) k) / (w W), 2 P s / (f t F)) + i
-                  reads all weights, and the cache of k bytes per token; adds one token to each
-                  sequence
-    sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
-    training      E (R (g(p + c) - g(p)) + Q g(p)) / (m N F)
-                  g(n) = 2 P n + 2 L A D n^2 operations of a forward pass over n tokens
-                  Q prompts are computed: R where the job's `[memory]` shares no prefix, else
-                  R / group x M (1 - (1 - 1 / M)^group) in M minibatches, because a prompt is
-                  computed in each minibatch that has a completion of it
-                  E passes of the model: 1 forward and 2 backward (1 with LoRA), and 1 more with
-                  gradient checkpointing, times `training.epochs`; 1 for the reference; 1 for the
-                  log-probs before the first update, if a batch has several updates or dropout
-    updating      T / N / 1e9 seconds for each update with `memory.offload_optimizer`
-    moving        2 x 12 T / N / 20 GB/s, if both take turns on the same GPUs: master weights and
-                  Adam's moments go to the host's memory and come back
-    sync          b P / v; b T / v if only adapters are synced
-
-i is 5 ms and v 5 GB/s on GPUs; 10 ms and 0.3 GB/s on a CPU. The shares w, f and m of a GPU's data
-sheet are assumed. Those of a CPU (`CPU_SHARES`) were measured on one machine, and there N ranks and
-S samplers share the cores, so N F and S F are F. `hone plan --measured RUN` takes a run's measured
-rates.
-
-Operations are counted as in arXiv 2001.08361, section 2.1: a token takes 2 for each parameter, and
-4 L A D for each token that it attends to (scores and values), n / 2 tokens on average. In a mixture
-of experts P counts the experts of one token; an iteration reads the experts of all its tokens.
+The shares of a GPU's data sheet that a step reaches are assumed. Those of a CPU (`CPU_SHARES`) were
+measured on one machine, where all ranks and samplers share the cores. `hone plan --measured RUN`
+takes a run's measured rates.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shared.job import Job
 from shared.job.running import MemorySpec
-from shared.plan.gpus import Gpu
+from shared.plan.gpus import Gpu, GpuGroup
 from shared.plan.memory import cache_bytes_per_token, is_moved
 from shared.plan.model import Model
+from shared.settings import Settings
+from shared.weights.architectures import choose_dtype
 from shared.wire.jobs import MetricsRow
 from shared.wire.records import PlacementKind as Kind
-from shared.wire.records import StepTime
+from shared.wire.records import StepTime, TimeSource
 
 
 @dataclass(frozen=True)
@@ -85,35 +65,46 @@ CPU_ADAM_PER_S = 1e9
 
 
 @dataclass(frozen=True)
-class StepSize:
-    """The size of a step: its completions, `group` for each prompt, and the tokens of a prompt and
-    of a completion."""
+class PlanInput:
+    """The input of a placement: a job, its model, the tokens of its prompts and completions, and
+    the settings. Time is for `completion_tokens`, memory for `sampling.max_tokens`. `is_longest`:
+    no prompt has more than `prompt_tokens`; else these are a guess."""
 
-    completions: int
-    group: int
+    job: Job
+    model: Model
     prompt_tokens: int
     completion_tokens: int
+    settings: Settings
+    is_longest: bool = False
 
+    @property
+    def completions(self) -> int:
+        """How many completions a step has."""
+        return self.job.sampling.prompts_per_step * self.job.completions_per_prompt
 
-@dataclass(frozen=True)
-class SamplingRate:
-    """The samplers: how many, the GPUs of each, the sequences that each samples at once, and the
-    bytes of a weight."""
+    @property
+    def longest(self) -> int:
+        """Returns the tokens of the longest prompt with its completion."""
+        return self.prompt_tokens + self.job.sampling.max_tokens
 
-    num: int
-    tensor_parallel: int
-    sequences: int
-    gpu: Gpu
-    itemsize: int
+    def rank_tokens(self, num_ranks: int) -> int | None:
+        """Returns the most tokens of a rank before an update, a shared prompt once for its group;
+        None where an environment's turns add to prompt and completion."""
+        if self.job.environment is not None:
+            return None
+        shares = may_share(self.job.memory)
+        prompts = self.job.sampling.prompts_per_step if shares else self.completions
+        tokens = prompts * self.prompt_tokens + self.completions * self.job.sampling.max_tokens
+        return math.ceil(tokens / num_ranks)
 
+    def itemsize(self, gpu: Gpu) -> int:
+        """Returns the bytes of a weight on such a GPU."""
+        return 4 if self.dtype(gpu) == "float32" else 2
 
-@dataclass(frozen=True)
-class TrainingRate:
-    """The trainer: its ranks, the GPU of each, and the bytes of a weight."""
-
-    num_ranks: int
-    gpu: Gpu
-    itemsize: int
+    def dtype(self, gpu: Gpu) -> str:
+        return choose_dtype(
+            self.job.training.dtype, capability=None, cpu_multiplies_bfloat16=gpu.has_bfloat16
+        )
 
 
 @dataclass(frozen=True)
@@ -130,42 +121,12 @@ class MeasuredRates:
     overlapped: bool = False
 
 
-def time_by_rates(
-    model: Model,
-    job: Job,
-    load: StepSize,
-    sampling: SamplingRate,
-    training: TrainingRate,
-    kind: Kind,
-) -> StepTime | None:
-    """Returns the time of a step by the rates of the GPUs or of the CPU; None if one has none."""
-    gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
-    if not (gpu.has_rates and sampling.gpu.has_rates):
-        return None
-    trained, shares = model.num_trainable(job.lora), _shares(gpu, size)
-    synced = trained if job.served_rank is not None else model.num_parameters
-    flops = passes(job) * _forward_flops(model, job, load)
-    devices = 1 if gpu.is_cpu else ranks
-    train_s = flops / (devices * shares.training * gpu.tflops(size) * 1e12)
-    if job.memory.offload_optimizer:
-        num_updates = job.training.epochs * job.training.minibatches
-        train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
-    elif kind == "turns" and is_moved(job.memory, size):
-        train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    given = job.trains_without_sampling
-    sample_s = 0.0 if given else _sample_s(model, load, sampling)
-    beside = job.max_staleness > 0 and kind == "split"
-    sync_s = 0.0 if given else size * synced / shares.sync_bytes_per_s
-    step = _step(sample_s, train_s, sync_s, beside=beside)
-    return step.model_copy(update={"source": "benchmarked"}) if gpu.is_cpu else step
-
-
-def time_by_run(job: Job, load: StepSize, found: MeasuredRates) -> StepTime:
+def time_by_run(needs: PlanInput, found: MeasuredRates) -> StepTime:
     """Returns the time of a step at a run's measured rates."""
-    tokens = load.completions * load.completion_tokens
+    tokens = needs.completions * needs.completion_tokens
     sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s
-    step = _step(sample_s, train_s, found.sync_s, beside=job.max_staleness > 0)
-    return step.model_copy(update={"source": "measured"})
+    is_beside = needs.job.max_staleness > 0
+    return step_time(sample_s, train_s, found.sync_s, is_beside=is_beside, source="measured")
 
 
 def rates_of(rows: Sequence[MetricsRow], job: Job) -> MeasuredRates | None:
@@ -176,26 +137,25 @@ def rates_of(rows: Sequence[MetricsRow], job: Job) -> MeasuredRates | None:
     steps = [row.metrics for row in rows if all(row.metrics.get(name, 0) > 0 for name in needed)]
     if not steps:
         return None
-    lengths = [step["completions/mean_length"] for step in steps]
+
+    def per_s(seconds: str) -> float:
+        return statistics.median(
+            completions * step["completions/mean_length"] / step[seconds] for step in steps
+        )
+
     return MeasuredRates(
-        sampled_per_s=_median_rate(completions, steps, "time/generate"),
-        trained_per_s=_median_rate(completions, steps, "time/train"),
+        sampled_per_s=per_s("time/generate"),
+        trained_per_s=per_s("time/train"),
         sync_s=statistics.median(step.get("time/sync", 0.0) for step in steps),
-        completion_tokens=statistics.median(lengths),
+        completion_tokens=statistics.median(step["completions/mean_length"] for step in steps),
         overlapped=job.max_staleness > 0,
     )
 
 
-def _median_rate(completions: int, steps: Sequence[Mapping[str, float]], seconds: str) -> float:
-    """Returns the median over steps of sampled tokens per second of the step's part `seconds`."""
-    return statistics.median(
-        completions * step["completions/mean_length"] / step[seconds] for step in steps
-    )
-
-
 def passes(job: Job) -> int:
-    """Returns how often each token goes through the model in a step; a backward pass counts
-    twice."""
+    """Returns how often each token goes through the model in a step. For each epoch 1 forward and 2
+    backward (1 with LoRA), and 1 more with gradient checkpointing; 1 for the reference; 1 for the
+    log-probs before the first update, if a batch has several updates or dropout."""
     training = job.training
     backward = 1 if job.lora else 2
     each = 1 + backward + job.memory.gradient_checkpointing
@@ -204,44 +164,72 @@ def passes(job: Job) -> int:
     return training.epochs * each + frozen + training.has_reference
 
 
-def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
-    split, gpu, itemsize = sampling.tensor_parallel, sampling.gpu, sampling.itemsize
+def sample_s(needs: PlanInput, gpu: Gpu, num: int, split: int, at_most: int) -> float:
+    """Returns the seconds of sampling on `num` samplers of `split` such GPUs, each of at most so
+    many sequences at once: iterations that add one token to each sequence, and the prompts, each
+    once for its group."""
+    if needs.job.trains_without_sampling:
+        return 0.0
+    model, itemsize = needs.model, needs.itemsize(gpu)
     shares = _shares(gpu, itemsize)
-    devices = 1 if gpu.is_cpu else sampling.num
-    each = math.ceil(load.completions / devices)
-    at_once = max(1, min(each, sampling.sequences * (sampling.num // devices)))
-    per_token = cache_bytes_per_token(model, itemsize, split)
-    length = load.prompt_tokens + load.completion_tokens / 2
-    read_s = (itemsize * model.num_read(at_once) / split + at_once * length * per_token) / (
-        shares.bandwidth * gpu.bandwidth_gb_s * 1e9
-    )
+    devices = 1 if gpu.is_cpu else num
+    each = math.ceil(needs.completions / devices)
+    at_once = max(1, min(each, at_most * (num // devices)))
     rate = shares.sampling * split * gpu.tflops(itemsize) * 1e12
-    computed_s = 2 * model.num_read() * at_once / rate
-    iterations = math.ceil(each / at_once) * load.completion_tokens
-    prompts = each / load.group * load.prompt_tokens
-    return iterations * (max(read_s, computed_s) + shares.iteration_s) + (
-        2 * model.num_read() * prompts / rate
-    )
+    # an iteration reads all weights, and the cache of each sequence, which is half of its
+    # completion on average
+    length = needs.prompt_tokens + needs.completion_tokens / 2
+    cache = at_once * length * cache_bytes_per_token(model, itemsize, split)
+    bandwidth = shares.bandwidth * gpu.bandwidth_gb_s * 1e9
+    read_s = (itemsize * model.num_read(at_once) / split + cache) / bandwidth
+    iteration_s = max(read_s, 2 * model.num_read() * at_once / rate) + shares.iteration_s
+    iterations = math.ceil(each / at_once) * needs.completion_tokens
+    prompts = each / needs.job.completions_per_prompt * needs.prompt_tokens
+    return iterations * iteration_s + 2 * model.num_read() * prompts / rate
+
+
+def train_s(needs: PlanInput, ranks: GpuGroup, kind: Kind) -> float:
+    """Returns the seconds of training on these ranks, with what is moved or updated elsewhere."""
+    job, gpu, size = needs.job, ranks.gpu, needs.itemsize(ranks.gpu)
+    devices = 1 if gpu.is_cpu else ranks.count
+    flops = passes(job) * _forward_flops(needs)
+    found = flops / (devices * _shares(gpu, size).training * gpu.tflops(size) * 1e12)
+    trained = needs.model.num_trainable(job.lora) / ranks.count
+    if job.memory.offload_optimizer:
+        found += job.training.epochs * job.training.minibatches * trained / CPU_ADAM_PER_S
+    elif kind == "turns" and is_moved(job.memory, size):
+        # masters and Adam's moments go to the host's memory and come back
+        found += 2 * 12 * trained / MOVED_BYTES_PER_S
+    return found
+
+
+def sync_s(needs: PlanInput, gpu: Gpu) -> float:
+    """Returns the seconds in which weights, or adapters alone, get from such GPUs to samplers."""
+    job, model, size = needs.job, needs.model, needs.itemsize(gpu)
+    if job.trains_without_sampling:
+        return 0.0
+    synced = model.num_parameters if job.served_rank is None else model.num_trainable(job.lora)
+    return size * synced / _shares(gpu, size).sync_bytes_per_s
 
 
 def _shares(gpu: Gpu, itemsize: int) -> Shares:
     return CPU_SHARES[itemsize] if gpu.is_cpu else GPU_SHARES
 
 
-def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
+def _forward_flops(needs: PlanInput) -> float:
     """Returns the operations of a forward pass over a step's tokens. A shared prompt counts once
-    for each minibatch that has a completion of it."""
+    for each minibatch that has a completion of it: M (1 - (1 - 1 / M)^group) of M minibatches."""
+    job, model, group = needs.job, needs.model, needs.job.completions_per_prompt
     attention = 2 * model.num_layers * model.heads * model.head_size
 
-    def flops(tokens: int) -> float:
+    def flops(tokens: int) -> float:  # 2 P n + 2 L A D n^2 of n tokens
         return tokens * (2 * model.num_read() + attention * tokens)
 
-    prompt, whole = flops(load.prompt_tokens), flops(load.prompt_tokens + load.completion_tokens)
-    minibatches = job.training.minibatches
-    prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
-    if not may_share(job.memory):
-        prompts_per_group = load.group
-    return load.completions * (whole - prompt + prompt * prompts_per_group / load.group)
+    prompt, whole = flops(needs.prompt_tokens), flops(needs.prompt_tokens + needs.completion_tokens)
+    minibatches, prompts_per_group = job.training.minibatches, float(group)
+    if may_share(job.memory):
+        prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** group)
+    return needs.completions * (whole - prompt + prompt * prompts_per_group / group)
 
 
 def may_share(memory: MemorySpec) -> bool:
@@ -251,13 +239,15 @@ def may_share(memory: MemorySpec) -> bool:
     return memory.attention in ("auto", "sdpa")
 
 
-def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:
-    """Returns the time of a step. `beside`: sampling runs while the trainer trains."""
-    step_s = (max(sample_s, train_s) if beside else sample_s + train_s) + sync_s
+def step_time(
+    sample_s: float, train_s: float, sync_s: float, *, is_beside: bool, source: TimeSource
+) -> StepTime:
+    """Returns the time of a step. `is_beside`: sampling runs while the trainer trains."""
+    step_s = (max(sample_s, train_s) if is_beside else sample_s + train_s) + sync_s
     return StepTime(
         sample_s=round(sample_s, 3),
         train_s=round(train_s, 3),
         sync_s=round(sync_s, 3),
         step_s=round(step_s, 3),
-        source="tabled",
+        source=source,
     )

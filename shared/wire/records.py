@@ -19,6 +19,7 @@ from shared.wire.rewards import Part
 from shared.wire.rollouts import FinishReason
 
 PlacementKind = Literal["split", "turns", "shared", "cpu"]
+TimeSource = Literal["tabled", "benchmarked", "measured"]
 
 
 class PromptLengths(Wire):
@@ -76,7 +77,7 @@ class StepTime(Wire):
     train_s: float
     sync_s: float
     step_s: float
-    source: Literal["tabled", "benchmarked", "measured"]
+    source: TimeSource
 
 
 class Cost(Wire):

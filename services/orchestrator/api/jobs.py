@@ -36,7 +36,7 @@ from shared.job import Job
 from shared.job.file import changed
 from shared.plan.gpus import GpuGroup
 from shared.plan.model import UnknownModelSize, find_model
-from shared.plan.planning import PlanMeasurements, make_plan
+from shared.plan.planning import make_plan
 from shared.settings import Settings
 from shared.wire import (
     DryRun,
@@ -47,6 +47,7 @@ from shared.wire import (
     JobStatus,
     NoBody,
     Plan,
+    PromptLengths,
     Recovered,
     ResumeRequest,
     SubmitRequest,
@@ -135,11 +136,11 @@ def _add_submitting(
         with the data is not refused."""
         await check_allowed(store, request.job, settings.runs_dir)
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
-        known = PlanMeasurements(lengths=await checks.lengths(request.job))
+        lengths = await checks.lengths(request.job)
         try:
             pools, online = await checks.planned_gpus(), checks.hub_away is None
             return await asyncio.to_thread(
-                _planned, request.job, known, settings, pools, online=online
+                _planned, request.job, lengths, settings, pools, online=online
             )
         except UnknownModelSize as error:
             raise BadRequest(str(error)) from error
@@ -224,13 +225,11 @@ def _add_changing(
     service.body(ResumeRequest, "POST", "/v1/jobs/{job_id}/resume")
 
 
-def _dry_run(
-    job: Job, checked: Preflight, plan_of: Callable[[Job, PlanMeasurements], Plan]
-) -> DryRun:
+def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, PromptLengths], Plan]) -> DryRun:
     planned, not_planned = None, ""
     data, trial = checked.data, checked.trial
     try:
-        planned = plan_of(job, PlanMeasurements(lengths=data.lengths))
+        planned = plan_of(job, data.lengths)
     except UnknownModelSize as error:
         not_planned = str(error)
     return DryRun(
@@ -250,14 +249,14 @@ def _dry_run(
 
 def _planned(
     job: Job,
-    known: PlanMeasurements,
+    lengths: PromptLengths,
     settings: Settings,
     pools: tuple[GpuGroup, ...],
     *,
     online: bool,
 ) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
-    return make_plan(job, model, settings, pools, known)
+    return make_plan(job, model, settings, pools, lengths)
 
 
 async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:

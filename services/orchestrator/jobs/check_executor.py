@@ -9,7 +9,7 @@ import contextvars
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from shared.job import Job
 from shared.plan.gpus import CpuRates, GpuGroup
 from shared.plan.planning import planned_gpus
 from shared.settings import Settings
+from shared.turns import Turn, Turns
 from shared.weights.model_folder import hub_is_offline
 from shared.wire import ApiKey, PromptLengths
 
@@ -75,9 +76,9 @@ class CheckExecutor:
     ) -> None:
         self.settings, self.extensions = settings, extensions
         self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
-        self._threads = RoundRobin(NUM_THREADS)
-        self._fetches = RoundRobin(MAX_FETCHES)
-        self._models = RoundRobin(MAX_FETCHES)
+        self._threads = CheckTurns(NUM_THREADS)
+        self._fetches = CheckTurns(MAX_FETCHES)
+        self._models = CheckTurns(MAX_FETCHES)
         self._away = 0.0, ""
 
     async def run(self, job: Job, work: Callable[..., T], *args: Any) -> T:
@@ -102,12 +103,11 @@ class CheckExecutor:
 
     async def in_thread(self, job: Job, work: Callable[..., T], *args: Any) -> T:
         """Returns the work's result. The work keeps its turn until its thread has ended."""
-        who, turns = _who(), self._threads
-        began = await turns.begin(who, len(job.model_dump_json()))
+        turn = await self._threads.take(_who(), len(job.model_dump_json()))
         context, end = contextvars.copy_context(), threading.Event()
         context.run(ended.set, end)
         running = asyncio.ensure_future(run_in_thread(lambda: context.run(work, *args)))
-        running.add_done_callback(lambda _: turns.end(who, began))
+        running.add_done_callback(lambda _: self._threads.end(turn))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -161,19 +161,18 @@ class CheckExecutor:
 
 
 async def _in_process(
-    turns: RoundRobin,
+    turns: CheckTurns,
     size_bytes: int,
     work: Callable[..., T],
     *args: Any,
     deadline_s: float,
     what: str,
 ) -> T:
-    who = _who()
-    began = await turns.begin(who, size_bytes)
+    turn = await turns.take(_who(), size_bytes)
     try:
         return await run_in_subprocess(work, *args, deadline_s=deadline_s, what=what)
     finally:
-        turns.end(who, began)
+        turns.end(turn)
 
 
 def _who() -> str | None:
@@ -187,83 +186,39 @@ def _on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
     return work(*args)
 
 
-class RoundRobin:
-    """Serves `num` requests at a time. Callers take turns: a caller with a thousand requests delays
-    each other caller by one of them. A caller never gets the last free place if it has all others,
-    so another caller need not wait for slow work. Beyond `MAX_WAITING_BYTES`, raises Busy for a
-    caller that has its share of these waiting already, so that no caller keeps others out.
-
-    The caller that began a turn ends it. The sandbox (`services/reward/sandbox/base.py`) is
-    similar, but gives turns by time used, and at three levels.
-    """
+class CheckTurns:
+    """Serves `num` requests at a time, fairly by caller. A caller never gets the last free place if
+    it has all others, so another caller need not wait for slow work. Beyond `MAX_WAITING_BYTES`,
+    raises Busy for a caller that has its share of these waiting already, so that no caller keeps
+    others out."""
 
     def __init__(self, num: int) -> None:
         self._num = num
-        self._running: Counter[Hashable] = Counter()
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._turns = Turns(num, most_of_one=max(num - 1, 1))
         self._bytes: Counter[Hashable] = Counter()  # that wait, by caller
         self._mean_s = 1.0
 
-    async def begin(self, who: Hashable, size_bytes: int = 0) -> float:
-        """Waits for a turn of `who`. Returns when it began, which `end` needs."""
+    async def take(self, who: Hashable, size_bytes: int = 0) -> Turn:
+        """Waits for a turn of `who`, which `end` ends."""
         size_bytes = max(size_bytes, LEAST_BYTES)
         share = MAX_WAITING_BYTES / len(self._bytes.keys() | {who})
         is_full = self._bytes.total() + size_bytes > MAX_WAITING_BYTES
         if is_full and self._bytes[who] and self._bytes[who] + size_bytes > share:
             raise self._busy()
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(who, deque()).append(turn)
         self._bytes[who] += size_bytes
-        self._give()
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._end(who)
-            raise
+            return await self._turns.take((who,))
         finally:
             self._bytes -= Counter({who: size_bytes})  # forgets who has none
-            self._forget(who, turn)
-        return time.monotonic()
 
-    def end(self, who: Hashable, began: float) -> None:
-        self._mean_s += 0.1 * (time.monotonic() - began - self._mean_s)
-        self._end(who)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def _end(self, who: Hashable) -> None:
-        self._running -= Counter([who])
-        self._give()
-
-    def _give(self) -> None:
-        while self._running.total() < self._num and (who := self._next()) is not None:
-            (name, waiting) = who
-            del self._waiting[name]
-            turn = waiting.popleft()
-            if waiting:
-                self._waiting[name] = waiting  # behind all others
-            if not turn.done():
-                self._running[name] += 1
-                turn.set_result(None)
-
-    def _next(self) -> tuple[Hashable, deque[asyncio.Future[None]]] | None:
-        most = max(self._num - 1, 1)
-        allowed = (item for item in self._waiting.items() if self._running[item[0]] < most)
-        return next(allowed, None)
-
-    def _forget(self, who: Hashable, turn: asyncio.Future[None]) -> None:
-        if turn in (waiting := self._waiting.get(who, deque())):
-            waiting.remove(turn)
-            if not waiting:
-                del self._waiting[who]
+    def end(self, turn: Turn) -> None:
+        self._mean_s += 0.1 * (turn.end() - self._mean_s)
 
     def _busy(self) -> Busy:
-        wait_s = math.ceil(self.num_waiting * self._mean_s / self._num)
+        num = self._turns.num_waiting
+        wait_s = math.ceil(num * self._mean_s / self._num)
         return Busy(
-            f"{self.num_waiting} jobs wait to be checked, which take {self._bytes.total()} "
-            f"bytes; at most {MAX_WAITING_BYTES} are held: ask again",
+            f"{num} jobs wait to be checked, which take {self._bytes.total()} bytes; at most "
+            f"{MAX_WAITING_BYTES} are held: ask again",
             retry_after_s=min(max(wait_s, 1), MAX_RETRY_AFTER_S),
         )

@@ -20,10 +20,11 @@ from typing import Any
 from services.reward.grading import registry
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
-from services.reward.sandbox.base import Turns, asking, waiting
+from services.reward.sandbox.base import asking, waiting
 from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
 from shared.job import RewardSpec
+from shared.turns import Turns
 from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64
@@ -87,7 +88,7 @@ class Caller:
     ) -> None:
         first_of_all = call[0].positions[0]
         job, group = self.grader.tools.job_id, str(items[first_of_all].prompt)
-        async with self._turns.one((group,)):
+        with await self._turns.take((group,)):
             asking.set((job, group, first_of_all))
             parts = await self._parts([items[alike.positions[0]] for alike in call])
         for alike, part in zip(call, parts, strict=True):

@@ -21,7 +21,6 @@ from services.reward.sandbox.base import (
     WORKER_PROCESSES,
     Sandbox,
     SlotDied,
-    Turns,
     Worker,
     asking,
     waiting,
@@ -30,6 +29,7 @@ from services.reward.sandbox.host import NO_PACKAGES, Groups, Packages
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES
 from services.reward.sandbox.slots import ImportFailed, IsolationFailed, Slot
 from shared.host.logs import get_logger
+from shared.turns import Turns
 from shared.wire import ExecuteRequest, Execution
 
 GRACE_S = 10.0
@@ -125,21 +125,19 @@ class LocalSandbox(Sandbox):
                 if idling == request or not is_busy:
                     return execution
         with waiting.get()():
-            long_turn = await self._long_turns.take(asking.get())
-        try:
+            turn = await self._long_turns.take(asking.get())
+        with turn:
             return await self._in_turn(request)
-        finally:
-            long_turn.end()
 
     async def _in_turn(self, request: ExecuteRequest) -> Execution:
         with waiting.get()():
             turn = await self._turns.take(asking.get())
-        slot = self._idle.popleft()
-        try:
-            return await self._twice(slot, request)
-        finally:
-            self._idle.append(slot)
-            turn.end()
+        with turn:
+            slot = self._idle.popleft()
+            try:
+                return await self._twice(slot, request)
+            finally:
+                self._idle.append(slot)
 
     async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
         self.check_usable()

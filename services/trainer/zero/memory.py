@@ -14,11 +14,10 @@ from shared.errors import BadRequest
 from shared.job import Job, LoraSpec
 from shared.plan.memory import (
     GIB,
+    RankMemory,
     Ranks,
     SamplerShape,
-    pass_bytes,
     sampler_memory,
-    state_bytes,
     trainer_memory,
 )
 from shared.plan.model import Model
@@ -84,7 +83,7 @@ class MemoryPlan:
 
     def pass_bytes(self, job: Job, tokens: int) -> int:
         """Returns the memory for training on a micro-batch of so many tokens."""
-        return pass_bytes(self.model, job, self.ranks, tokens)
+        return RankMemory(self.model, job, self.ranks, tokens).pass_peak
 
     def peak_bytes(self, job: Job, tokens: int) -> int:
         """Returns a rank's memory if its largest micro-batch has so many tokens, which may be far
@@ -205,21 +204,13 @@ class GpuNeeds:
 def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> GpuNeeds:
     """Returns the job's needs, by the numbers of `hone plan`."""
     trainer = trainer_memory(model, job, ranks)
-    one = SamplerShape(
-        tensor_parallel=tensor_parallel,
-        max_sequences=1,
-        sequences=1,
-        sequence_tokens=1,
-        max_adapters=0,
-        itemsize=ranks.itemsize,
-        device=ranks.device,
-    )
-    sampler = sampler_memory(model, job, one)
+    shape = SamplerShape(ranks.itemsize, ranks.device, tensor_parallel)
+    sampler = sampler_memory(model, job, shape)
     return GpuNeeds(
         weights=trainer.weights_gib,
         training=trainer.gradients_gib + trainer.optimizer_gib,
         sampler=sampler.weights_gib + sampler.least_cache_gib,
-        resting=state_bytes(model, job, ranks).resting / GIB,
+        resting=RankMemory(model, job, ranks).states.resting / GIB,
     )
 
 

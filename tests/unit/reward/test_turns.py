@@ -1,4 +1,5 @@
-"""Who is next: jobs, groups and completions have their turns, in whatever order they came."""
+"""Graders' calls and programs have their turns by job, group and completion, in whatever order they
+came."""
 
 from __future__ import annotations
 
@@ -12,98 +13,12 @@ import pytest_asyncio
 
 from services.reward.grading.calling import Caller, VerdictCache
 from services.reward.grading.registry import Grader, GraderTools, Params
-from services.reward.sandbox.base import TurnPath, Turns, asking
+from services.reward.sandbox.base import asking
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
 from shared.wire import ExecuteRequest, Execution, ScoreItem
 
 HOLD_S = 0.02
-
-
-async def order_of(turns: Turns, paths: list[tuple[TurnPath, int]]) -> list[str]:
-    """Returns the last name of each path in the order in which their turns came, of paths that ask
-    so many times, one after the other."""
-    order: list[str] = []
-
-    async def ask(path: TurnPath, times: int) -> None:
-        for _ in range(times):
-            async with turns.one(path):
-                order.append(str(path[-1]))
-                await asyncio.sleep(HOLD_S)
-
-    await asyncio.gather(*(ask(*one) for one in paths))
-    return order
-
-
-async def test_a_job_that_asks_for_much_waits_for_one_that_asks_for_little() -> None:
-    many = [(("big", "group", f"big {number}"), 1) for number in range(20)]
-    order = await order_of(Turns(1), [*many, (("small", "group", "small"), 1)])
-    assert order.index("small") <= 2 and len(order) == 21
-
-
-async def test_groups_of_a_job_have_turns_whatever_their_sizes() -> None:
-    many = [(("job", "big", f"big {number}"), 1) for number in range(20)]
-    few = [(("job", "small", f"small {number}"), 1) for number in range(3)]
-    order = await order_of(Turns(1), [*many, *few])
-    assert max(order.index(name) for name in order if name.startswith("small")) <= 6
-
-
-async def test_a_completion_that_has_run_waits_for_those_that_have_not() -> None:
-    again = [(("job", "group", f"again {number}"), 5) for number in range(4)]
-    once = [(("job", "group", f"once {number}"), 1) for number in range(4)]
-    order = await order_of(Turns(2), [*again, *once])
-    assert {*order[:8]} == {name for (*_, name), _ in [*again, *once]} and len(order) == 24
-
-
-async def test_a_completion_of_many_short_tests_waits_for_none_that_has_run_longer() -> None:
-    """Each of its tests is a turn of its own, between which it neither waits nor has one."""
-    turns, order = Turns(1), list[str]()
-
-    async def ask(name: str, times: int, hold_s: float) -> None:
-        for _ in range(times):
-            async with turns.one(("job", "group", name)):
-                order.append(name)
-                await asyncio.sleep(hold_s)
-            await asyncio.sleep(0)
-
-    long = [ask(f"long {number}", 3, 10 * HOLD_S) for number in range(3)]
-    await asyncio.gather(*long, ask("short", 5, HOLD_S / 20))
-    last = max(number for number, name in enumerate(order) if name == "short")
-    # The first turn of each; then one of the long at most between two of the short.
-    assert last <= 3 + 2 * 5 - 1 and len(order) == 3 * 3 + 5
-
-
-async def test_who_comes_later_owes_nothing_and_is_owed_nothing() -> None:
-    turns = Turns(1)
-    order: list[str] = []
-
-    async def ask(name: str, times: int) -> None:
-        for _ in range(times):
-            async with turns.one((name,)):
-                order.append(name)
-                await asyncio.sleep(HOLD_S)
-
-    first = [asyncio.create_task(ask("first", 8)) for _ in range(2)]
-    await asyncio.sleep(4.5 * HOLD_S)
-    await asyncio.gather(*first, *(ask("later", 3) for _ in range(2)))
-    begin = order.index("later")
-    assert 3 <= begin <= 7 and 4 <= order[begin : begin + 10].count("later") <= 6
-
-
-async def test_turns_that_are_no_longer_wanted_are_given_to_others() -> None:
-    turns = Turns(1)
-    held = await turns.take(("a",))
-    tasks = [asyncio.create_task(turns.take((name,))) for name in "bcd"]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    held.end()
-    tasks[1].cancel()  # it has just been given the turn
-    last = await asyncio.wait_for(tasks[2], 10)
-    last.end()
-    async with asyncio.timeout(90):
-        again = await turns.take(("e",))
-    again.end()
-    assert tasks[0].cancelled() and tasks[1].cancelled()
 
 
 class Slow(Grader[Params]):

@@ -21,8 +21,9 @@ from shared.plan.gpus import (
     parse_gpus,
     with_rates,
 )
-from shared.plan.planning import PlanMeasurements, make_plan
+from shared.plan.planning import make_plan
 from shared.settings import Settings
+from shared.wire import PromptLengths
 from tests.support.plan_models import job, model
 
 CORE = CoreRates(float32_tflops=0.1, bandwidth_gb_s=20.0)
@@ -153,7 +154,7 @@ def test_a_step_on_a_cpu_is_as_worked_out_by_hand() -> None:
     gpu = with_rates(POOLS[0].gpu, CORE, 2, "avx512f avx512_bf16")
     pools = (GpuGroup(1, gpu),)
     plan = make_plan(
-        wanted, model("Qwen2.5-0.5B"), Settings(), pools, PlanMeasurements(prompt_tokens=37)
+        wanted, model("Qwen2.5-0.5B"), Settings(), pools, PromptLengths(longest=37, is_all=True)
     )
     step = plan.placement.time
     assert step is not None and step.source == "benchmarked"
@@ -170,11 +171,11 @@ def test_a_step_on_a_cpu_is_as_worked_out_by_hand() -> None:
     assert "200 GFLOP/s in float32, 20 GB/s" in note and "wrong by a factor of 2" in note
     shorter = wanted.model_copy(update={"max_staleness": 1})
     ahead = make_plan(
-        shorter, model("Qwen2.5-0.5B"), Settings(), pools, PlanMeasurements(prompt_tokens=37)
+        shorter, model("Qwen2.5-0.5B"), Settings(), pools, PromptLengths(longest=37, is_all=True)
     )
     assert ahead.placement.time == step  # both need all cores, so nothing is hidden
     several = Settings(trainer_ranks=2, rollout_replicas=2)
     shared = make_plan(
-        wanted, model("Qwen2.5-0.5B"), several, pools, PlanMeasurements(prompt_tokens=37)
+        wanted, model("Qwen2.5-0.5B"), several, pools, PromptLengths(longest=37, is_all=True)
     )
     assert shared.placement.time == step  # they share the cores

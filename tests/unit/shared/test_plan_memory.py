@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shared.job import LoraSpec
-from shared.plan.memory import (
-    Ranks,
-    SamplerShape,
-    layer_bytes_per_token,
-    sampler_memory,
-    trainer_memory,
-)
-from shared.plan.model import of_config
+from shared.plan.memory import RankMemory, Ranks, SamplerShape, sampler_memory, trainer_memory
+from shared.plan.model import Model, of_config
 from tests.support.plan_models import LLAMA_8B, job, model
 
 GIB = 1 << 30
@@ -90,6 +84,13 @@ KERNEL = {
     "Qwen2.5-7B": 4 * 28 * 128 * (16_384 + 2_413 + 32_768),
     "Llama-3.1-8B": 4 * 32 * 128 * (16_384 + 2_112 + 32_768),
 }
+
+
+def layer_bytes_per_token(
+    model: Model, itemsize: int, device: str, lora: LoraSpec | None = None
+) -> int:
+    wanted = job().model_copy(update={"lora": lora})
+    return RankMemory(model, wanted, Ranks(1, itemsize, device)).layer_per_token
 
 
 def gib(size_bytes: float) -> float:

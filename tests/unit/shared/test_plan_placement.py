@@ -10,15 +10,15 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import UnknownModelSize
-from shared.plan.planning import PlanMeasurements, make_plan
-from shared.plan.rates import SamplingRate, StepSize, TrainingRate, passes, rates_of, time_by_rates
+from shared.plan.planning import make_plan
+from shared.plan.rates import PlanInput, passes, rates_of, sample_s, sync_s, train_s
 from shared.settings import Settings
-from shared.wire import MetricsRow, Plan, PromptLengths, StepTime
+from shared.wire import MetricsRow, Plan, PromptLengths
 from tests.support.plan_models import job, model
 
 
 def planned(name: str, gpus: str, wanted: Job | None = None, **settings: Any) -> Plan:
-    known = PlanMeasurements(prompt_tokens=512)
+    known = PromptLengths(longest=512, is_all=True)
     return make_plan(wanted or job(), model(name), Settings(**settings), parse_gpus(gpus), known)
 
 
@@ -77,7 +77,7 @@ def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 512
     assert plan.notes[0] == "prompts are taken to be of 512 tokens (--prompt-tokens)"
-    why = PlanMeasurements(lengths=PromptLengths(why_not="there is no file 'x'"))
+    why = PromptLengths(why_not="there is no file 'x'")
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"), why)
     assert plan.notes[0].endswith(" of 512 tokens (--prompt-tokens): there is no file 'x'")
     short = job(max_model_len=600)
@@ -92,7 +92,7 @@ def test_what_the_model_does_not_hold_is_no_plan() -> None:
     dropped = job(max_model_len=1023, sampling={**short, "overlong_prompts": "drop"})
     assert planned("Qwen2.5-0.5B", "1xH100", dropped).prompt_tokens == 511
     assert planned("Qwen2.5-0.5B", "1xH100", job(max_model_len=1024, sampling=short)).fits
-    for known in (None, PlanMeasurements(prompt_tokens=1)):
+    for known in (PromptLengths(), PromptLengths(longest=1, is_all=True)):
         with pytest.raises(BadRequest, match=r"max_tokens is 512, .* expected at most 511"):
             make_plan(
                 job(max_model_len=512, sampling=short),
@@ -131,7 +131,7 @@ def test_zero_3_takes_turns_only_with_its_optimizer_elsewhere() -> None:
 
 def test_a_step_of_fewer_tokens_than_a_micro_batch_takes_less_memory() -> None:
     small = {"prompts_per_step": 24, "group_size": 8, "max_tokens": 8}
-    known = PlanMeasurements(prompt_tokens=37)
+    known = PromptLengths(longest=37, is_all=True)
 
     def activations_gib(**sections: Any) -> float:
         wanted = job(**({"sampling": small} | sections))
@@ -204,12 +204,12 @@ def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> 
 
 def test_max_model_len_is_not_cut_by_a_guess() -> None:
     pools, settings = parse_gpus("1xH100,1xA10G"), Settings()
-    for known in (PlanMeasurements(), PlanMeasurements(lengths=PromptLengths(longest=512, num=9))):
+    for known in (PromptLengths(), PromptLengths(longest=512, num=9)):
         plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
         assert not plan.fits and "max_model_len" not in changes(plan)
     said = "the longest of 9 prompts that were counted has 512 tokens; there may be longer ones"
     assert said in plan.notes
-    known = PlanMeasurements(lengths=PromptLengths(longest=512, num=9, is_all=True))
+    known = PromptLengths(longest=512, num=9, is_all=True)
     plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
     assert changes(plan)["max_model_len"] == "1024"
     assert "the longest of all 9 prompts has 512 tokens" in plan.notes
@@ -240,83 +240,68 @@ def test_where_nothing_is_enough_nothing_is_promised() -> None:
 # how long
 
 
+def step_of(**sections: Any) -> PlanInput:
+    """Returns 64 completions of 100 tokens after 50, 8 to a prompt."""
+    wanted = job(**({"sampling": {"prompts_per_step": 8, "group_size": 8}} | sections))
+    return PlanInput(wanted, model("Qwen2.5-1.5B"), 50, 100, Settings())
+
+
 def test_a_steps_time_is_as_worked_out_by_hand() -> None:
     """1.5B on two A100-80GB: 64 completions of 100 tokens after 50, 8 to a prompt."""
     count = 1_543_714_304
-    load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
-    gpu = parse_gpus("1xA100-80GB")[0].gpu
-    found = time_by_rates(
-        model("Qwen2.5-1.5B"),
-        job(),
-        load,
-        SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2),
-        TrainingRate(num_ranks=1, gpu=gpu, itemsize=2),
-        "split",
-    )
-    assert found is not None
+    needs, (pool,) = step_of(), parse_gpus("1xA100-80GB")
     # an iteration reads 2 x 1.54e9 bytes of weights and 32 x 100 tokens of 28,672 bytes of cache,
     # at 0.6 x 2039e9 per second: 2.6 ms, and 5 ms; 2 x 100 of them; then 8 prompts of 50 tokens
     read_s = (2 * count + 32 * 100 * 28_672) / (0.6 * 2039e9)
     prompts_s = 2 * count * 8 * 50 / (0.5 * 312e12)
-    assert found.sample_s == pytest.approx(200 * (read_s + 0.005) + prompts_s, abs=1e-3)
+    sampled_s = 200 * (read_s + 0.005) + prompts_s
+    assert sample_s(needs, pool.gpu, 1, 1, 32) == pytest.approx(sampled_s, abs=1e-3)
     # 4 passes (checkpointing is on) over 64 x 100 tokens after 8 prompts of 50, of 2 x 1.54e9 each;
     # and 2 x 28 x 12 x 128 for each token and each one that it sees, twice their mean
     seen = 64 * (150 * 150 - 50 * 50) + 8 * 50 * 50
     operations = 2 * count * (64 * 100 + 8 * 50) + 2 * 28 * 12 * 128 * seen
-    assert found.train_s == pytest.approx(4 * operations / (0.35 * 312e12), abs=1e-3)
-    assert found.sync_s == pytest.approx(2 * count / 5e9, abs=1e-3)
-    assert found.step_s == pytest.approx(found.sample_s + found.train_s + found.sync_s, abs=2e-3)
+    trained_s = 4 * operations / (0.35 * 312e12)
+    assert train_s(needs, pool, "split") == pytest.approx(trained_s, abs=1e-3)
+    assert sync_s(needs, pool.gpu) == pytest.approx(2 * count / 5e9, abs=1e-3)
 
 
 def test_time_is_by_the_number_of_updates_and_by_the_samplers_own_dtype() -> None:
-    load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
-    gpu = parse_gpus("1xA100-80GB")[0].gpu
-    training = TrainingRate(num_ranks=1, gpu=gpu, itemsize=2)
+    (pool,) = parse_gpus("1xA100-80GB")
 
-    def time(itemsize: int, **sections: Any) -> StepTime:
-        sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
-        wanted = job(**({"memory": {"offload_optimizer": True}} | sections))
-        found = time_by_rates(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
-        assert found is not None
-        return found
+    def time(**sections: Any) -> float:
+        return train_s(step_of(**sections), pool, "split")
 
     # 1,543,714,304 parameters at 1e9 per second: 1.544 s for each of the updates after the first,
     # and a pass more of the model, a fourth of the 4 that the one update takes, beside its Adam.
     # Nothing is shared, or three minibatches would have most prompts three times.
     off = {"memory": {"offload_optimizer": True, "shared_prefix": "off"}}
-    one, several = time(2, **off), time(2, training={"minibatches": 3}, **off)
-    a_pass = (one.train_s - 1.544) / 4
-    assert several.train_s == pytest.approx(one.train_s + 2 * 1.544 + a_pass, abs=5e-3)
+    one, several = time(**off), time(training={"minibatches": 3}, **off)
+    a_pass = (one - 1.544) / 4
+    assert several == pytest.approx(one + 2 * 1.544 + a_pass, abs=5e-3)
     # at 19.5e12 products per second those of 32 sequences take longer than reading the weights:
     # 2 x 100 iterations of 10.1 and 5 ms, and 8 prompts of 50 tokens
     products_s = 2 * 1_543_714_304 * (200 * 32 + 400) / (0.5 * 19.5e12)
-    assert time(4).sample_s == pytest.approx(products_s + 200 * 0.005, abs=1e-3)
+    single = sample_s(step_of(training={"dtype": "float32"}), pool.gpu, 1, 1, 32)
+    assert single == pytest.approx(products_s + 200 * 0.005, abs=1e-3)
 
 
 def test_prompts_count_once_for_each_minibatch_with_some_of_their_group() -> None:
-    load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
-    gpu = parse_gpus("1xA100-80GB")[0].gpu
-    sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2)
-    training = TrainingRate(num_ranks=1, gpu=gpu, itemsize=2)
+    (pool,) = parse_gpus("1xA100-80GB")
 
-    def train_s(**sections: Any) -> float:
-        found = time_by_rates(
-            model("Qwen2.5-1.5B"), job(**sections), load, sampling, training, "split"
-        )
-        assert found is not None
-        return found.train_s
+    def time(**sections: Any) -> float:
+        return train_s(step_of(**sections), pool, "split")
 
     # Attention apart 64 x 100 + 8 x 50 tokens, in 4 passes; 64 x 150 with nothing shared; and in 2
     # minibatches 64 x 100 + 8 x 50 x 2 (1 - 1 / 2^8), in 5 passes.
-    once = train_s()
-    off = train_s(memory={"shared_prefix": "off"})
+    once = time()
+    off = time(memory={"shared_prefix": "off"})
     assert off / once == pytest.approx(9600 / 6800, rel=2e-3)
-    assert train_s(memory={"packing": "off"}) == train_s(memory={"attention": "eager"}) == off
-    assert train_s(memory={"attention": "flash_attention_2"}) == off
-    assert train_s(memory={"attention": "sdpa"}) == once
-    twice = train_s(training={"minibatches": 2})
+    assert time(memory={"packing": "off"}) == time(memory={"attention": "eager"}) == off
+    assert time(memory={"attention": "flash_attention_2"}) == off
+    assert time(memory={"attention": "sdpa"}) == once
+    twice = time(training={"minibatches": 2})
     assert twice / once == pytest.approx(5 * 7196.9 / (4 * 6800), rel=2e-3)
-    assert train_s(memory={"packing": "off", "shared_prefix": "on"}) == once
+    assert time(memory={"packing": "off", "shared_prefix": "on"}) == once
 
 
 @pytest.mark.parametrize(
@@ -359,7 +344,7 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
         model("Qwen2.5-0.5B"),
         Settings(),
         parse_gpus("cpu"),
-        PlanMeasurements(measured=found),
+        measured=found,
     )
     time = plan.placement.time
     # 256 completions of 100 tokens
@@ -372,7 +357,7 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
         model("Qwen2.5-0.5B"),
         Settings(),
         parse_gpus("cpu"),
-        PlanMeasurements(measured=ahead),
+        measured=ahead,
     )
     assert any("sampled ahead (max_staleness)" in note for note in plan.notes)
 

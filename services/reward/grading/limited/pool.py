@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.grading.failures import GradingFailed
-from services.reward.sandbox.base import Turns, asking, waiting
+from services.reward.sandbox.base import asking, waiting
+from shared.turns import Turns
 from shared.wire import Part
 
 MAX_WORKERS = 4
@@ -96,7 +97,7 @@ class LimitedPool:
         code: int | None = None
         with waiting.get()():
             turn = await self._turns.take(asking.get())
-        try:
+        with turn:
             for _ in range(2):
                 process = self._idle.pop().process if self._idle else await self._start()
                 reply = await self._ask(process, request)
@@ -112,8 +113,6 @@ class LimitedPool:
                     raise NoValue("memory_limit", f"its process ended with code {code}")
                 if code == -signal.SIGKILL:
                     request["memory_mib"] = int(KILLED_SHARE * call.memory_mib)
-        finally:
-            turn.end()
         raise GradingFailed(
             f"the process for {call.module}.{call.function} ended twice, last with code {code}"
         )
