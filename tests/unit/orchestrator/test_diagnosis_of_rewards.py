@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.orchestrator.extensions.diagnosis.checks import correlation
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
 from services.orchestrator.extensions.diagnosis.facts import percent
-from services.orchestrator.extensions.diagnosis.samples import correlation
 from shared.wire import Part, Score
 from tests.support.run_facts import batch, codes, facts, job_with, only, rollout
 

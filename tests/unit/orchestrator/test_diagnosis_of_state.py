@@ -140,7 +140,7 @@ def test_a_check_that_fails_is_logged_and_takes_no_other_along() -> None:
 def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
     running = record("running")
     metrics = {"total/passes": [12.0], "missing_rewards": [0.02], "overlong_prompts": [0.0]}
-    listed = findings_of(facts(metrics, record=running), running)
+    listed = findings_of(facts(metrics, record=running))
     assert [finding.level for finding in listed] == ["warning", "notice"]
     assert (listed.well, listed.step, listed.job_id, listed.status) == (
         False,
@@ -149,5 +149,5 @@ def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
         "running",
     )
     noticed = facts({"total/passes": [12.0]}, record=running)
-    assert findings_of(noticed, running).well and codes(noticed) == ["data_repeated"]
-    assert findings_of(facts({}), running).well
+    assert findings_of(noticed).well and codes(noticed) == ["data_repeated"]
+    assert findings_of(facts({}, record=running)).well

@@ -15,8 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, of_batch, percent
-from services.orchestrator.extensions.diagnosis.rules import finding
+from services.orchestrator.extensions.diagnosis.facts import (
+    RunSnapshot,
+    finding,
+    of_batch,
+    percent,
+)
 from services.orchestrator.grpo.advantages import outcome
 from shared.job import Job
 from shared.wire import Batch, Finding, Prompt, Rollout
