@@ -44,10 +44,10 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_a_demo_that_learned_has_no_findings(run_folder: Path) -> None:
-    facts = gathering.alone(run_folder)
+    facts, record = gathering.alone(run_folder)
     assert [batch.step for batch in facts.batches] == [1, 40] and len(facts.syncs) == 41
     assert facts.learned and facts.of("total/passes").values[-1] == pytest.approx(1.019)
-    listed = findings_of(facts)
+    listed = findings_of(facts, record, diagnose(facts))
     assert (listed.status, listed.step, listed.well) == ("succeeded", 40, True)
     assert not listed.findings
 
@@ -55,8 +55,7 @@ def test_a_demo_that_learned_has_no_findings(run_folder: Path) -> None:
 async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = gathering.alone(run_folder)
-    record = cast(JobRecord, facts.record)
+    facts, record = gathering.alone(run_folder)
     read = list[Path]()
 
     def of_folder(folder: RunFolder, job: Job) -> RunSnapshot:
@@ -73,7 +72,7 @@ async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
     monkeypatch.setattr(diagnosing, "of_folder", of_folder)
     findings = diagnosing.Findings(cast(Readable, OneJob()))
     first, *others = await asyncio.gather(*(findings.of("demo-1") for _ in range(3)))
-    assert first == findings_of(facts) and others == [first, first]
+    assert first == findings_of(facts, record, []) and others == [first, first]
     assert read == [run_folder]
     flat = {"frac_reward_zero_std": 1.0, "reward": 0.0}
     RunFolder(run_folder).append_metrics(MetricsRow(step=41, metrics=flat))
@@ -110,7 +109,7 @@ Change = Callable[[MetricsRow], dict[str, float]]
     ],
 )
 def test_what_is_made_wrong_in_it_is_found(run_folder: Path, change: Change, code: str) -> None:
-    facts = gathering.alone(run_folder)
+    facts, _ = gathering.alone(run_folder)
     rows = [
         MetricsRow(step=row.step, metrics=row.metrics | (change(row) if row.step else {}))
         for row in facts.rows
@@ -121,7 +120,7 @@ def test_what_is_made_wrong_in_it_is_found(run_folder: Path, change: Change, cod
 def test_a_run_without_batches_or_syncs_is_diagnosed_by_its_metrics(run_folder: Path) -> None:
     for file in (*run_folder.glob("rollouts/*"), run_folder / "weights.jsonl"):
         file.unlink()
-    facts = gathering.alone(run_folder)
+    facts, _ = gathering.alone(run_folder)
     assert not facts.batches and not facts.syncs and not diagnose(facts)
 
 

@@ -176,6 +176,8 @@ def test_updates_that_change_too_much_point_at_the_learning_rate(metric: str, va
     finding = only(facts({metric: [value] * 6, "grad_norm": [1.0] * 6}))
     assert (finding.code, finding.level) == ("updates_too_large", "problem")
     assert "training.learning_rate (1e-06)" in finding.cause
+    twice = only(facts({metric: [value] * 6}, job_with(training={"epochs": 2})))
+    assert "too many passes over a batch" in twice.cause and "training.epochs" in twice.keys
     assert not codes(facts({metric: [value / 10] * 6}))
 
 

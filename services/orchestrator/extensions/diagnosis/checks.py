@@ -14,7 +14,6 @@ from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
     NEWEST,
     WINDOW,
-    HeldOut,
     RunSnapshot,
     Series,
     finding,
@@ -26,27 +25,35 @@ from services.orchestrator.extensions.diagnosis.reward_hacking import reward_hac
 from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import IGNORED, metric_prefix
 from services.orchestrator.grpo.metrics import CANARY_CHANGE
-from shared.wire import Batch, EvaluationReport, Evidence, Finding
+from shared.wire import Batch, EvaluationReport, Evidence, Finding, JobRecord
 
 # --- the job's state at this moment --------------------------------------------------------------
 
 
-def ended_badly(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields that the job failed, or is paused and needs an operator, though not on request."""
+def state(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields what ended the job or holds it up, unless that was requested; and that it lost a
+    service's state several times: once or twice are machines that come and go."""
     record = run.record
-    if record is None or record.status not in ("failed", "paused"):
+    if record is None:
         return
-    why = record.error or "no reason is known"
-    if record.status == "failed" or record.pause_reason not in ("requested", "preempted"):
+    is_asked = record.status == "paused" and record.pause_reason in ("requested", "preempted")
+    if record.status in ("failed", "paused") and not is_asked:
+        why = record.error or "no reason is known"
         evidence = [Evidence(metric="record", text=why)]
         yield finding(record.status, record.step, evidence, step=record.step, why=why)
+    if record.status in ("queued", "running"):
+        yield from _waits(record)
+    if record.status == "running" and run.last_event_at is not None and not record.waits:
+        yield from _stalled(run, record, run.now - run.last_event_at)
+    if record.recoveries >= 3:
+        count = Evidence(metric="record", values=(float(record.recoveries),), text="recoveries")
+        replayed = run.of("replayed")
+        since = replayed.steps[0] if replayed else None
+        yield finding("recovers_often", since, [count, replayed], num=record.recoveries)
 
 
-def waits(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields that a queued or running job lacks a service, its data, or a folder."""
-    record = run.record
-    if record is None or record.status not in ("queued", "running"):
-        return
+def _waits(record: JobRecord) -> Iterator[Finding]:
+    """Yields that the job lacks a service, its data, or a folder."""
     away = {at: each for at, each in record.waits_for.items() if each.away}
     what = record.waits
     if not what and record.place is not None and len(away) == len(record.waits_for):
@@ -56,35 +63,17 @@ def waits(run: RunSnapshot) -> Iterator[Finding]:
         yield finding("waits", record.step, evidence, status=record.status, what=what)
 
 
-def stalled(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields that a running job has had no event for far longer than a step takes."""
-    record, last = run.record, run.last_event_at
-    if record is None or record.status != "running" or last is None or record.waits:
-        return
+def _stalled(run: RunSnapshot, record: JobRecord, silent_s: float) -> Iterator[Finding]:
+    """Yields that the job had no event for far longer than a step takes."""
     seconds = run.of("time/step").last()
     usual_s = seconds.median if seconds else 0.0
-    silent_s = run.now - last
     # loading a model takes up to 5 minutes, an evaluation or a checkpoint one or two steps' time
     if silent_s >= max(300.0, 5 * usual_s):
         doing = record.doing or "nothing is known of what it does"
-        yield finding(
-            "stalled" if record.place is None else "stalled/gone",
-            record.step,
-            [Evidence(metric="record", text=doing)],
-            silent_s=silent_s,
-            usual=f"; a step takes {usual_s:.0f} s" if usual_s else "",
-            doing=doing,
-        )
-
-
-def recovers_often(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields that the job lost a service's state several times: once or twice are machines that
-    come and go."""
-    record, replayed = run.record, run.of("replayed")
-    if record is not None and record.recoveries >= 3:
-        count = Evidence(metric="record", values=(float(record.recoveries),), text="recoveries")
-        since = replayed.steps[0] if replayed else None
-        yield finding("recovers_often", since, [count, replayed], num=record.recoveries)
+        name = "stalled" if record.place is None else "stalled/gone"
+        usual = f"; a step takes {usual_s:.0f} s" if usual_s else ""
+        evidence = [Evidence(metric="record", text=doing)]
+        yield finding(name, record.step, evidence, silent_s=silent_s, usual=usual, doing=doing)
 
 
 # --- updates, and the sampler's policy -----------------------------------------------------------
@@ -125,17 +114,15 @@ def updates(run: RunSnapshot) -> Iterator[Finding]:
     several = run.job.training.epochs * run.job.training.minibatches > 1
     name = "updates_too_large/passes" if several else "updates_too_large"
     for metric, most, unit in TOO_LARGE if not leaps else ((CANARY_CHANGE, LEAP_NATS, MOVED),):
-        changed = run.of(metric).where(lambda _, value: value != 0).steps
-        series = moved if metric == CANARY_CHANGE else run.of(metric)
-        series = leaps or series.where(lambda step, _, changed=changed: step in changed)
+        others = run.of(metric).where(lambda _, value: value != 0)
+        series = leaps or (moved if metric == CANARY_CHANGE else others)
         last = series.last()
         if leaps or (len(series) >= FEWEST and last.median >= most):
             since = series.since(lambda value, most=most: value >= most)
             evidence = [series, run.of("grad_norm")]
             yield finding(name, since, evidence, last=last, unit=unit, job=run.job)
             return
-    changed = run.of(CANARY_CHANGE).where(lambda _, value: value != 0).steps
-    m = rule(run, "updates_too_small", moved.where(lambda step, _: step in changed))
+    m = rule(run, "updates_too_small", moved)
     if m and _stays(run):
         rates = run.of("learning_rate").values
         has_decayed = bool(rates) and rates[-1] < max(rates) / 2
@@ -145,14 +132,15 @@ def updates(run: RunSnapshot) -> Iterator[Finding]:
 
 
 def beyond_rounding(run: RunSnapshot) -> tuple[Series, dict[int, float]]:
-    """Returns `canary_change` without what rounding makes of it, the root of the difference of the
-    squares, since the two are independent; and the latter by step. In 16 bits rounding alone moves
-    the canary by a tenth of a nat, so that the same update would seem ten times as large as in
-    32."""
+    """Returns `canary_change`, where it changed, without what rounding makes of it, the root of the
+    difference of the squares, since the two are independent; and the latter by step. In 16 bits
+    rounding alone moves the canary by a tenth of a nat, so that the same update would seem ten
+    times as large as in 32."""
     rounding = {sync["version"]: sync.get("canary_rounding") or 0.0 for sync in run.syncs}
     points = [
         (step, math.sqrt(max(value**2 - rounding.get(step, 0.0) ** 2, 0.0)))
         for step, value in run.of(CANARY_CHANGE).points
+        if value
     ]
     return Series(CANARY_CHANGE, tuple(points)), rounding
 
@@ -311,7 +299,7 @@ def one_text(run: RunSnapshot) -> Iterator[Finding]:
     before, now = shares_of_phrases(oldest), shares_of_phrases(newest)
     spread = [text for text, share in now.items() if share >= 0.5 and before.get(text, 0.0) <= 0.1]
     if spread:
-        text = max(spread, key=lambda each: (now[each], len(each)))
+        text = max(spread, key=lambda each: (now[each], len(each), each))
         had, has = before.get(text, 0.0), now[text]
         shown = text if len(text) <= 120 else f"{text[:120]}..."
         steps = {"steps": (oldest.step, newest.step)}
@@ -408,11 +396,11 @@ def rewards_contradict(run: RunSnapshot) -> Iterator[Finding]:
     """Yields pairs of rewards that pull against each other in the groups of the newest batch: with
     a correlation of -0.6 more than a third of what one gives the other one takes. Of 32 completions
     it is below that by chance one time in 5,000."""
-    weighed = [reward for reward in run.job.rewards if reward.weight]
-    for one, other in itertools.combinations(weighed if run.newest else (), 2):
-        assert run.newest
+    if (batch := run.newest) is None:
+        return
+    for one, other in itertools.combinations((each for each in run.job.rewards if each.weight), 2):
         pairs: list[tuple[float, float]] = []
-        for scores_G in run.newest.scores:
+        for scores_G in batch.scores:
             both = [
                 (one.weight * a.value, other.weight * b.value)
                 for score in scores_G
@@ -422,23 +410,18 @@ def rewards_contradict(run: RunSnapshot) -> Iterator[Finding]:
             if len(both) > 1:
                 means = [statistics.fmean(each) for each in zip(*both, strict=True)]
                 pairs += [(a - means[0], b - means[1]) for a, b in both]
-        found = correlation(pairs)
-        if len(pairs) >= 32 and found is not None and found <= -0.6:
+        if len(pairs) < 32 or any(len({*values}) == 1 for values in zip(*pairs, strict=True)):
+            continue
+        found = statistics.correlation(*zip(*pairs, strict=True))
+        if found <= -0.6:
             text = (
                 f"correlation of what both add to the reward, over {len(pairs)} completions, each "
                 "less its group's mean"
             )
             values = {"one": one.label, "other": other.label, "correlation": found}
-            evidence = [of_batch(run.newest, text, found)]
-            yield finding("rewards_contradict", run.newest.step, evidence, **values)
-
-
-def correlation(pairs: list[tuple[float, float]]) -> float | None:
-    """Returns Pearson's correlation; None where one side does not vary."""
-    try:
-        return statistics.correlation(*zip(*pairs, strict=True)) if len(pairs) > 1 else None
-    except statistics.StatisticsError:
-        return None
+            yield finding(
+                "rewards_contradict", batch.step, [of_batch(batch, text, found)], **values
+            )
 
 
 # --- what a metric shows -------------------------------------------------------------------------
@@ -501,29 +484,22 @@ def evaluation_too_small(run: RunSnapshot) -> Iterator[Finding]:
     """Yields held-out problems that are too few to show what training changed, once half of the
     steps are done; or to tell models apart."""
     for held_out in run.held_out:
-        rewards = held_out.rewards
-        is_late = run.job.steps and rewards.steps[-1] >= 0.5 * run.job.steps
-        if len(rewards) > 1 and is_late:
-            yield from _too_small(run, held_out)
+        rewards, half = held_out.rewards, held_out.half_widths[-1]
+        step, first, last = rewards.steps[-1], rewards.values[0], rewards.values[-1]
+        margin = held_out.margin(0, -1, run.full_mark)
+        is_late = len(rewards) > 1 and 0 < run.job.steps <= 2 * step
+        if is_late and half >= TOO_WIDE * run.full_mark and abs(last - first) < margin:
+            upper_end = Evidence(
+                metric=f"{rewards.metric}_high",
+                steps=(step,),
+                values=(round(last + half, 6),),
+                text="upper end of the 95 % confidence interval",
+            )
+            values = {"of": held_out.title, "first": first, "last": last, "margin": margin}
+            yield finding("evaluation_too_small", step, [rewards, upper_end], **values)
     summary = run.record.summary if run.record else None
     if summary and summary.get("evaluation"):
         yield from _cannot_compare(EvaluationReport.model_validate(summary["evaluation"]))
-
-
-def _too_small(run: RunSnapshot, held_out: HeldOut) -> Iterator[Finding]:
-    rewards, half = held_out.rewards, held_out.half_widths[-1]
-    first, last = rewards.values[0], rewards.values[-1]
-    margin = held_out.margin(0, -1, run.full_mark)
-    if half < TOO_WIDE * run.full_mark or abs(last - first) >= margin:
-        return
-    upper_end = Evidence(
-        metric=f"{rewards.metric}_high",
-        steps=rewards.steps[-1:],
-        values=(round(last + half, 6),),
-        text="upper end of the 95 % confidence interval",
-    )
-    values = {"of": held_out.title, "first": first, "last": last, "margin": margin}
-    yield finding("evaluation_too_small", rewards.steps[-1], [rewards, upper_end], **values)
 
 
 def _cannot_compare(report: EvaluationReport) -> Iterator[Finding]:

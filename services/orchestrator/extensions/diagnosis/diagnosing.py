@@ -38,14 +38,6 @@ if TYPE_CHECKING:  # FastAPI, which `hone doctor RUN_FOLDER` does not need
 
 Check = Callable[[RunSnapshot], Iterator[Finding]]
 
-OF_STATE: tuple[Check, ...] = (
-    checks.ended_badly,
-    checks.waits,
-    checks.stalled,
-    checks.recovers_often,
-)
-"""Checks of the job's state at this moment."""
-
 OF_RUN: tuple[Check, ...] = (
     checks.steps_skipped,
     checks.updates,
@@ -55,8 +47,7 @@ OF_RUN: tuple[Check, ...] = (
     checks.reward_fell,
     checks.held_out_falls,
     checks.one_text,
-    reward_hacking.rewarded_copies,
-    reward_hacking.rewarded_without_answer,
+    reward_hacking.reward_hacks,
     checks.no_signal,
     checks.reward_constant,
     checks.rewards_contradict,
@@ -68,7 +59,8 @@ OF_RUN: tuple[Check, ...] = (
     checks.speed,
     checks.sampler_idle,
 )
-"""Checks of what the run's files say, and its summary."""
+"""Checks of what the run's files say, and its summary. `checks.state` is of the job at this
+moment."""
 
 LEVELS = ("problem", "warning", "notice")
 
@@ -79,7 +71,7 @@ MAX_KNOWN = 8
 def diagnose(facts: RunSnapshot) -> tuple[Finding, ...]:
     """Returns the findings, the worst first, and of equal level in the order of findings.toml: what
     holds a run up, then what ruins it, then what follows from that."""
-    return _worst_first(run_checks((*OF_STATE, *OF_RUN), facts))
+    return _worst_first(run_checks((checks.state, *OF_RUN), facts))
 
 
 def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
@@ -87,10 +79,10 @@ def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
     return diagnose(of_folder(folder, job))
 
 
-def run_checks(checks: Sequence[Check], facts: RunSnapshot) -> list[Finding]:
+def run_checks(which: Sequence[Check], facts: RunSnapshot) -> list[Finding]:
     """Returns what the checks find. One that fails is logged and finds nothing."""
     found: list[Finding] = []
-    for check in checks:
+    for check in which:
         try:
             found += list(check(facts))
         except Exception as error:  # the other checks may still say what is wrong
@@ -105,19 +97,14 @@ def _worst_first(found: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda one: (LEVELS.index(one.level), order.index(one.code))))
 
 
-def findings_of(facts: RunSnapshot, of_run: Sequence[Finding] | None = None) -> FindingList:
-    """Returns the findings as the API has them. `of_run`: the run's findings; None: unknown. The
-    facts have a record."""
-    record = facts.record
-    assert record is not None
-    of_run = run_checks(OF_RUN, facts) if of_run is None else of_run
-    found = _worst_first([*run_checks(OF_STATE, facts), *of_run])
+def findings_of(facts: RunSnapshot, record: JobRecord, found: Sequence[Finding]) -> FindingList:
+    """Returns the findings as the API has them."""
     return FindingList(
         job_id=record.id,
         status=record.status,
         step=facts.rows[-1].step if facts.rows else 0,
         well=all(finding.level == "notice" for finding in found),
-        findings=found,
+        findings=_worst_first(found),
     )
 
 
@@ -139,7 +126,7 @@ class Findings:
             facts, found = await finish_despite_cancel(asyncio.to_thread(self._look, record))
         last_event_at = newest[0].time if newest else None
         facts = replace(facts, record=record, last_event_at=last_event_at, now=time.time())
-        return findings_of(facts, found)
+        return findings_of(facts, record, [*run_checks([checks.state], facts), *found])
 
     def _look(self, record: JobRecord) -> tuple[RunSnapshot, list[Finding]]:
         """Returns the run's facts without its batches, and what its files say now."""
@@ -167,11 +154,11 @@ def add_routes(service: Service, store: Readable) -> None:
 
 def main() -> None:
     try:
-        facts = alone(Path(sys.argv[1]))
+        facts, record = alone(Path(sys.argv[1]))
     except HoneError as error:
         sys.stderr.write(error.detail)
         sys.exit(2)
-    sys.stdout.write(findings_of(facts).model_dump_json())
+    sys.stdout.write(findings_of(facts, record, diagnose(facts)).model_dump_json())
 
 
 if __name__ == "__main__":

@@ -210,15 +210,16 @@ def _first_graded(folder: RunFolder, steps: Sequence[int]) -> Batch | None:
     return None
 
 
-def alone(path: Path) -> RunSnapshot:
-    """Returns the facts of a run folder without a stack, with the record as far as it tells. A job
+def alone(path: Path) -> tuple[RunSnapshot, JobRecord]:
+    """Returns the facts of a run folder without a stack, and the record as far as it tells. A job
     that has not ended counts as paused on request. Raises BadRequest for a folder of no job."""
     found = find_run(path.resolve())
     if found is None or found.job is None:
         why = f"{str(path)!r} is no run folder: expected one with job.json"
         raise BadRequest((found and found.problem) or why)
+    record = record_of(found, found.job)
     facts = of_folder(RunFolder(found.path), found.job)
-    return replace(facts, record=record_of(found, found.job), now=time.time())
+    return replace(facts, record=record, now=time.time()), record
 
 
 def record_of(found: FoundRun, job: Job) -> JobRecord:

@@ -91,7 +91,13 @@ _ONES = _WORD.findall(
 _TENS = _WORD.findall("twenty thirty forty fifty sixty seventy eighty ninety")
 
 
-def rewarded_copies(run: RunSnapshot) -> Iterator[Finding]:
+def reward_hacks(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields what is found of either kind."""
+    yield from _copies(run)
+    yield from _missing_answers(run)
+
+
+def _copies(run: RunSnapshot) -> Iterator[Finding]:
     """Yields that rewarded completions are copied from their prompt."""
     batch, job = run.newest, run.job
     if batch is None or job.environment:
@@ -109,7 +115,7 @@ def rewarded_copies(run: RunSnapshot) -> Iterator[Finding]:
     yield from _found("rewarded_copies", batch, rewards_PG, least, is_copy_of, is_sure)
 
 
-def rewarded_without_answer(run: RunSnapshot) -> Iterator[Finding]:
+def _missing_answers(run: RunSnapshot) -> Iterator[Finding]:
     """Yields graders of text that reward completions without the number that is the row's
     answer."""
     batch = run.newest
@@ -136,11 +142,6 @@ def rewarded_without_answer(run: RunSnapshot) -> Iterator[Finding]:
             column=column,
             label=reward.label,
         )
-
-
-def reward_hacks(run: RunSnapshot) -> list[Finding]:
-    """Returns both kinds."""
-    return [*rewarded_copies(run), *rewarded_without_answer(run)]
 
 
 def _found(
