@@ -533,8 +533,8 @@ def too_few_steps(run: RunSnapshot) -> Iterator[Finding]:
     """Yields that the run has too few steps for most findings, so that none is no all-clear."""
     rewards = run.of("reward")
     if 0 < len(rewards) < FEWEST:
-        values = {"num": len(rewards), "fewest": FEWEST, "compared": 2 * WINDOW}
-        yield finding("too_few_steps", None, [rewards], **values)
+        num, compared = len(rewards), 2 * WINDOW
+        yield finding("too_few_steps", None, [rewards], num=num, fewest=FEWEST, compared=compared)
 
 
 def own_reward(run: RunSnapshot) -> Iterator[Finding]:
