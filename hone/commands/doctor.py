@@ -166,7 +166,8 @@ def _experiment(job: str | None, output: Output) -> None:
 def _of_folder(folder: Path) -> FindingList:
     """Returns the findings of a run folder, by a process of the orchestrator's code."""
     check_installed("orchestrator", "orchestrator")
-    command = [sys.executable, "-m", "services.orchestrator.extensions.diagnosis", str(folder)]
+    module = "services.orchestrator.extensions.diagnosis.diagnosing"
+    command = [sys.executable, "-m", module, str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise BadRequest(ended.stderr.strip().rpartition("\n")[2])

@@ -32,6 +32,8 @@ job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 ROOT = "root-token-of-the-stack"
 
+MODULE = "services.orchestrator.extensions.diagnosis.diagnosing"
+
 FLAT = {"frac_reward_zero_std": 1.0, "reward": 0.0}
 
 
@@ -58,7 +60,7 @@ async def test_a_job_without_signal_is_told_so_also_without_a_stack(stack: Stack
     assert (finding.code, finding.level, finding.since_step) == ("no_signal_hard", "problem", 1)
     assert not listed.well
     alone = subprocess.run(
-        [sys.executable, "-m", "services.orchestrator.extensions.diagnosis", record.run_dir],
+        [sys.executable, "-m", MODULE, record.run_dir],
         capture_output=True,
         text=True,
     )
@@ -110,7 +112,7 @@ async def test_findings_of_no_job_are_a_404(stack: Stack) -> None:
 
 def test_a_folder_of_no_job_is_refused_with_a_sentence(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "services.orchestrator.extensions.diagnosis", str(tmp_path)],
+        [sys.executable, "-m", MODULE, str(tmp_path)],
         capture_output=True,
         text=True,
     )

@@ -17,7 +17,7 @@ LINES = {
     "shared": 14_570,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_370,
-    "services/orchestrator/extensions": 11_470,
+    "services/orchestrator/extensions": 10_930,
     "services/orchestrator/grpo": 2_990,
     "services/orchestrator/jobs": 2_995,
     "services/orchestrator/samplers": 2_800,

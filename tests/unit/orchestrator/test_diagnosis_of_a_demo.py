@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -46,7 +47,7 @@ def test_a_demo_that_learned_has_no_findings(run_folder: Path) -> None:
     facts, record = gathering.alone(run_folder)
     assert [batch.step for batch in facts.batches] == [1, 40] and len(facts.syncs) == 41
     assert facts.learned and facts.of("total/passes").values[-1] == pytest.approx(1.019)
-    listed = findings_of(facts, record)
+    listed = findings_of(facts, record, diagnose(facts))
     assert (listed.status, listed.step, listed.well) == ("succeeded", 40, True)
     assert not listed.findings
 
@@ -71,7 +72,7 @@ async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
     monkeypatch.setattr(diagnosing, "of_folder", of_folder)
     findings = diagnosing.Findings(cast(Readable, OneJob()))
     first, *others = await asyncio.gather(*(findings.of("demo-1") for _ in range(3)))
-    assert first == findings_of(facts, record) and others == [first, first]
+    assert first == findings_of(facts, record, []) and others == [first, first]
     assert read == [run_folder]
     flat = {"frac_reward_zero_std": 1.0, "reward": 0.0}
     RunFolder(run_folder).append_metrics(MetricsRow(step=41, metrics=flat))
@@ -83,9 +84,8 @@ async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 11, 21, 31])
 def test_a_demo_under_way_has_no_findings(run_folder: Path, steps: int) -> None:
-    facts, _ = gathering.alone(run_folder)
-    rows = [row for row in facts.rows if row.step <= steps]
-    found = codes(gathering.of_folder(gathering.RunFolder(run_folder), JOB, rows))
+    facts = gathering.of_folder(RunFolder(run_folder), JOB)
+    found = codes(replace(facts, rows=[row for row in facts.rows if row.step <= steps]))
     assert found == (["too_few_steps"] if steps < 5 else [])
 
 
@@ -114,8 +114,7 @@ def test_what_is_made_wrong_in_it_is_found(run_folder: Path, change: Change, cod
         MetricsRow(step=row.step, metrics=row.metrics | (change(row) if row.step else {}))
         for row in facts.rows
     ]
-    changed = gathering.of_folder(gathering.RunFolder(run_folder), JOB, rows)
-    assert code in codes(changed)
+    assert code in codes(replace(facts, rows=rows))
 
 
 def test_a_run_without_batches_or_syncs_is_diagnosed_by_its_metrics(run_folder: Path) -> None:
@@ -126,8 +125,9 @@ def test_a_run_without_batches_or_syncs_is_diagnosed_by_its_metrics(run_folder: 
 
 
 def test_rows_of_a_very_long_run_are_the_first_and_the_last(run_folder: Path) -> None:
-    rows = [MetricsRow(step=step, metrics={}) for step in range(3000)]
-    found = gathering.of_folder(gathering.RunFolder(run_folder), JOB, rows).rows
+    rows = [f'{{"step": {step}}}\n' for step in range(3000)]
+    (run_folder / "metrics.jsonl").write_text("".join(rows))
+    found = gathering.of_folder(RunFolder(run_folder), JOB).rows
     assert len(found) == 2200 and [found[199].step, found[200].step] == [199, 1000]
 
 

@@ -341,12 +341,12 @@ def test_expressions_are_right_answers_of_the_countdown_game() -> None:
     for batch in demo_batches():
         rows = [prompt.model_copy(update={"row": {}}) for prompt in batch.prompts]
         bare = batch.model_copy(update={"prompts": tuple(rows)})
-        assert not reward_hacking.reward_hacks(RunSnapshot(job=demo, batches=[batch]))
-        assert not reward_hacking.reward_hacks(RunSnapshot(job=own, batches=[bare]))
+        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=demo, batches=[batch]))]
+        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=own, batches=[bare]))]
         as_math = job_with(
             rewards=[{"grader": "math", "name": "python_value", "params": {"answer": "target"}}]
         )
-        assert not reward_hacking.reward_hacks(RunSnapshot(job=as_math, batches=[batch]))
+        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=as_math, batches=[batch]))]
 
 
 def test_worked_solutions_have_no_finding_and_their_problems_copied_have() -> None:
@@ -459,6 +459,6 @@ def test_huge_texts_are_read_in_no_time(text: str) -> None:
     problems = [(huge, {"answer": "17", "choices": [huge]}, [(huge, 1.0)] * 8)] * 24
     run = RunSnapshot(job=MATH, batches=[step(problems)])
     start = time.process_time()
-    hacks = reward_hacking.reward_hacks(run)
+    hacks = [*reward_hacking.reward_hacks(run)]
     assert time.process_time() - start < 10.0
     assert all(len(each.text) < 400 for finding in hacks for each in finding.evidence)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import structlog
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
 from services.orchestrator.extensions.diagnosis.facts import percent
-from services.orchestrator.extensions.diagnosis.samples import correlation
 from shared.wire import Part, Score
 from tests.support.run_facts import batch, codes, facts, job_with, only, rollout
 
@@ -124,13 +124,9 @@ def test_rewards_that_pull_against_each_other_are_a_finding() -> None:
     assert not codes(few), "30 completions are too few"
     penalty = job_with(rewards=[{"grader": "right"}, {"grader": "short", "weight": -1}])
     assert not codes(facts({}, penalty, batches=[batch([["a", "b"]] * 16, against)]))
-
-
-def test_the_correlation_is_pearsons() -> None:
-    """Of x = -1, 0, 1 and y = 0, -1, 1 (all with mean 0): 1 / 2."""
-    assert correlation([(-1, 0), (0, -1), (1, 1)]) == pytest.approx(0.5)
-    assert correlation([(1, 1), (1, 2)]) is None, "one side does not vary"
-    assert correlation([(1, 1)]) is None
+    alike = [[{"right": 1.0, "short": 1.0}, {"right": 0.0, "short": 1.0}]] * 16
+    with structlog.testing.capture_logs() as logs:
+        assert not codes(facts({}, job, batches=[batch([["a", "b"]] * 16, alike)])) and not logs
 
 
 def test_missing_rewards_are_told_with_their_reasons() -> None:
@@ -171,6 +167,8 @@ def test_completions_that_are_cut_off_are_a_finding_by_their_share() -> None:
     assert finding.title.startswith("26% of the completions of steps 1 to 10 were cut off at 512")
     metrics["completions/clipped_ratio"] = [0.6] * 10
     assert only(facts(metrics)).level == "problem"
+    masked = only(facts(metrics, job_with(advantages={"mask_truncated": True})))
+    assert "they are left out of training" in masked.cause
     metrics["completions/clipped_ratio"] = [0.15] * 10
     assert not codes(facts(metrics))
 

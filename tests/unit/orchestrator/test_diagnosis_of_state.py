@@ -6,8 +6,9 @@ from typing import Any
 
 import structlog
 
-from services.orchestrator.extensions.diagnosis.diagnosing import findings_of
-from shared.wire import JobRecord, Obstacle
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, findings_of
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
+from shared.wire import FindingList, JobRecord, Obstacle
 from tests.support import job_records
 from tests.support.run_facts import batch, codes, facts, job_with, only
 
@@ -24,6 +25,13 @@ def test_a_stage_beside_sampling_and_training_is_slow_by_its_share() -> None:
     assert finding.title == "grading the last completions takes 40% of the time of steps 3 to 12"
     assert "HONE_SANDBOX_SLOTS" in finding.keys
     assert not codes(facts({**HOUR, "time/reward": [12.0] * 12}))
+    for stage, key in (
+        ("sync", "weight_sync"),
+        ("store", "HONE_RUNS_DIR"),
+        ("checkpoint", "checkpoints.every"),
+    ):
+        finding = only(facts({**HOUR, f"time/{stage}": [18.0] * 12}))
+        assert finding.code == "slow_stage" and finding.keys[0] == key
     quick = {"time/step": [6.0] * 12, "time/reward": [3.0] * 12}
     assert not codes(facts(quick)), "all 100 steps take ten minutes"
     every_fifth = [150.0 if step % 5 == 0 else None for step in range(1, 13)]
@@ -137,10 +145,15 @@ def test_a_check_that_fails_is_logged_and_takes_no_other_along() -> None:
     assert said["check"] == "evaluation_too_small"
 
 
+def listed_of(run: RunSnapshot) -> FindingList:
+    assert run.record
+    return findings_of(run, run.record, diagnose(run))
+
+
 def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
     running = record("running")
     metrics = {"total/passes": [12.0], "missing_rewards": [0.02], "overlong_prompts": [0.0]}
-    listed = findings_of(facts(metrics, record=running), running)
+    listed = listed_of(facts(metrics, record=running))
     assert [finding.level for finding in listed] == ["warning", "notice"]
     assert (listed.well, listed.step, listed.job_id, listed.status) == (
         False,
@@ -149,5 +162,5 @@ def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
         "running",
     )
     noticed = facts({"total/passes": [12.0]}, record=running)
-    assert findings_of(noticed, running).well and codes(noticed) == ["data_repeated"]
-    assert findings_of(facts({}), running).well
+    assert listed_of(noticed).well and codes(noticed) == ["data_repeated"]
+    assert listed_of(facts({}, record=running)).well

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.extensions.diagnosis.checks import shares_of_phrases
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
 from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, Series
-from services.orchestrator.extensions.diagnosis.training import _shares
 from shared.wire import MetricsRow
 from tests.support.run_facts import batch, codes, facts, job_with, only
 
@@ -39,7 +39,7 @@ def evaluated(found: RunSnapshot, evaluations: dict[int, dict[str, float]]) -> R
 
 def test_since_is_where_most_later_values_agree() -> None:
     """From step 3 on four of five are above 1, from step 1 on four of seven."""
-    series = Series("x", tuple(range(1, 8)), (2.0, 0.0, 2.0, 2.0, 0.0, 2.0, 2.0))
+    series = Series("x", tuple(enumerate((2.0, 0.0, 2.0, 2.0, 0.0, 2.0, 2.0), 1)))
     assert series.since(lambda value: value > 1) == 3
     assert series.since(lambda value: value > 2) is None
     assert math.isnan(Series("x").median) and Series("x").noise == 0
@@ -133,7 +133,7 @@ def test_prompts_are_searched_for_phrases_of_half_of_the_groups_alone() -> None:
     searched = list[str]()
     found = batch([[f"{i} the words of them all", f"what group {i} says by itself"] for i in "abc"])
     prompts = [each.model_copy(update={"content": Searched("long")}) for each in found.prompts]
-    shares = _shares(found.model_copy(update={"prompts": tuple(prompts)}))
+    shares = shares_of_phrases(found.model_copy(update={"prompts": tuple(prompts)}))
     assert searched == ["the words of them all"] * 3 and shares == {searched[0]: 0.5}
 
 
@@ -176,6 +176,8 @@ def test_updates_that_change_too_much_point_at_the_learning_rate(metric: str, va
     finding = only(facts({metric: [value] * 6, "grad_norm": [1.0] * 6}))
     assert (finding.code, finding.level) == ("updates_too_large", "problem")
     assert "training.learning_rate (1e-06)" in finding.cause
+    twice = only(facts({metric: [value] * 6}, job_with(training={"epochs": 2})))
+    assert "too many passes over a batch" in twice.cause and "training.epochs" in twice.keys
     assert not codes(facts({metric: [value / 10] * 6}))
 
 

@@ -1,23 +1,31 @@
 """What findings follow from: a run's rows of metrics, some of its stored batches, its syncs, its
-record; and how these are read from a run folder."""
+record; how these are read from a run folder; and how a finding is made of them, by an entry of
+findings.toml."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from services.orchestrator.grpo.advantages import outcomes
-from services.orchestrator.grpo.held_out import HIGH, LOW, metric_prefix
+from services.orchestrator.grpo.held_out import HIGH, IGNORED, LOW, metric_prefix
+from services.orchestrator.grpo.metrics import PASSES
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import FoundRun, find_run
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
-from shared.wire import Batch, Evidence, JobRecord, MetricsRow
+from shared.wire import Batch, Evidence, Finding, JobRecord, MetricsRow
+from shared.wire.jobs import FindingCode, FindingLevel
 
 FIRST_ROWS, LAST_ROWS = 200, 2000
 """Rows of a very long run that are looked at, from its beginning and its end: enough for all
@@ -32,6 +40,9 @@ WINDOW = 10
 FEWEST = 5
 """Fewest steps about which anything is said that a step or two may have by chance."""
 
+NEWEST = 3
+"""Steps at the end whose median has to show a finding too: one odd step does not end it."""
+
 STEADY = 0.8
 """Share of the steps since a finding began that have to show it: one good step among five does not
 begin it anew."""
@@ -39,65 +50,55 @@ begin it anew."""
 LEAST_CHANGE = 0.05
 """Share of the full mark by which held-out rewards without a confidence interval have to differ."""
 
-SHOWN_DIGITS = 6
-
 
 @dataclass(frozen=True)
 class Series:
     """A metric's values at the steps that have it, in order."""
 
     metric: str
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
+    points: tuple[tuple[int, float], ...] = ()
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.points)
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return zip(self.steps, self.values, strict=True)
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(step for step, _ in self.points)
 
-    def _part(self, which: slice) -> Series:
-        return Series(self.metric, self.steps[which], self.values[which])
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(value for _, value in self.points)
 
-    def kept(self, keep: Callable[[int, float], bool]) -> Series:
-        """Returns the values for which `keep`, of step and value, holds."""
-        pairs = [pair for pair in self if keep(*pair)]
-        return Series(self.metric, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+    def where(self, keep: Callable[[int, float], bool]) -> Series:
+        """Returns the points for which `keep`, of step and value, holds."""
+        return Series(self.metric, tuple(point for point in self.points if keep(*point)))
 
     def first(self, count: int = WINDOW) -> Series:
-        return self._part(slice(count))
+        return Series(self.metric, self.points[:count])
 
     def last(self, count: int = WINDOW) -> Series:
-        return self._part(slice(-count, None))
-
-    def up_to(self, step: int) -> Series:
-        """Returns the values of steps up to `step`, included."""
-        return self.kept(lambda each, _: each <= step)
+        return Series(self.metric, self.points[-count:])
 
     @property
     def median(self) -> float:
         """The median; NaN of no values, for which every comparison is false."""
-        return statistics.median(self.values) if self.values else math.nan
+        return statistics.median(self.values) if self.points else math.nan
 
     @property
     def noise(self) -> float:
         """The median distance from the median; 0 of no values."""
         middle = self.median
-        return statistics.median(abs(value - middle) for value in self.values) if self else 0.0
+        return statistics.median([abs(value - middle) for value in self.values] or [0.0])
 
     def since(self, is_so: Callable[[float], bool]) -> int | None:
         """Returns the first step from which on `is_so` holds for most values (STEADY); None if it
         does not at the end."""
         found, num_so = None, 0
-        for count, (step, value) in enumerate(reversed(list(self)), 1):
+        for count, (step, value) in enumerate(reversed(self.points), 1):
             num_so += is_so(value)
             if is_so(value) and num_so >= STEADY * count:
                 found = step
         return found
-
-    def windows(self, size: int = WINDOW) -> Iterator[Series]:
-        """Yields every `size` values in a row, the first ones first."""
-        return (self._part(slice(at, at + size)) for at in range(len(self) - size + 1))
 
     @property
     def span(self) -> str:
@@ -108,22 +109,18 @@ class Series:
     def evidence(self) -> Evidence:
         """Returns the last values, rounded."""
         shown = self.last()
-        values = tuple(float(f"{value:.{SHOWN_DIGITS}g}") for value in shown.values)
+        values = tuple(float(f"{value:.6g}") for value in shown.values)
         return Evidence(metric=self.metric, steps=shown.steps, values=values)
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set's mean rewards by step; `name` is "" for `data.eval`. `half_widths` are of
+    """A held-out set's mean rewards by step, without ignored evaluations. `half_widths` are of
     their 95 % confidence intervals, 0 where there is none."""
 
-    name: str
+    title: str
     rewards: Series
     half_widths: tuple[float, ...]
-
-    @property
-    def title(self) -> str:
-        return f"held-out set {self.name!r}" if self.name else "held-out problems"
 
     def margin(self, one: int, other: int, scale: float) -> float:
         """Returns how far two of the rewards, by position, have to be apart to differ with 95 %
@@ -148,18 +145,11 @@ class RunSnapshot:
     last_event_at: float | None = None
     now: float = 0.0
 
-    def about(self, record: JobRecord, last_event_at: float | None, now: float) -> RunSnapshot:
-        """Returns the facts with the job's state."""
-        return replace(self, record=record, last_event_at=last_event_at, now=now)
-
-    def of(self, metric: str) -> Series:
-        """Returns the metric over the steps of training."""
-        return self._series(metric, 1)
-
-    def _series(self, metric: str, first_step: int) -> Series:
-        rows = [row for row in self.rows if row.step >= first_step and metric in row.metrics]
-        steps, values = (row.step for row in rows), (row.metrics[metric] for row in rows)
-        return Series(metric, tuple(steps), tuple(values))
+    def of(self, metric: str, first_step: int = 1) -> Series:
+        """Returns the metric over the steps of training; with the evaluation before it from step
+        0 on."""
+        rows = (row for row in self.rows if row.step >= first_step and metric in row.metrics)
+        return Series(metric, tuple((row.step, row.metrics[metric]) for row in rows))
 
     @property
     def newest(self) -> Batch | None:
@@ -170,49 +160,54 @@ class RunSnapshot:
         """The reward of a completion that is all right; 1 if no reward has a weight above 0."""
         return sum(max(reward.weight, 0.0) for reward in outcomes(self.job)) or 1.0
 
+    @functools.cached_property
     def held_out(self) -> list[HeldOut]:
-        """Returns the held-out sets with a reward; an ignored evaluation does not count."""
-        return [found for name in ("", *self.job.evaluation.sets) if (found := self._of_set(name))]
-
-    def _of_set(self, name: str) -> HeldOut | None:
-        prefix = metric_prefix(name)
-        rewards = self._series(f"{prefix}reward", 0)
-        ignored = set(self._series(f"{prefix}ignored", 0).steps)
-        low, high = (dict(self._series(prefix + each, 0)) for each in (LOW, HIGH))
-        kept = rewards.kept(lambda step, _: step not in ignored)
-        widths = [(high[step] - low[step]) / 2 if step in low else 0.0 for step in kept.steps]
-        return HeldOut(name, kept, tuple(widths)) if kept else None
+        """The held-out sets with a reward."""
+        found: list[HeldOut] = []
+        for name in ("", *self.job.evaluation.sets):
+            of = {each: self.of(metric_prefix(name) + each, 0) for each in (IGNORED, LOW, HIGH)}
+            low, high = dict(of[LOW].points), dict(of[HIGH].points)
+            rewards = self.of(f"{metric_prefix(name)}reward", 0)
+            rewards = rewards.where(lambda step, _, of=of: step not in of[IGNORED].steps)
+            widths = [(high[at] - low[at]) / 2 if at in low else 0.0 for at in rewards.steps]
+            title = f"held-out set {name!r}" if name else "held-out problems"
+            found += [HeldOut(title, rewards, tuple(widths))] if rewards else []
+        return found
 
     @property
     def learned(self) -> bool:
         """Whether the last evaluation of some held-out set is better than its first, beyond
         chance: what changed then may well be what was to be learned."""
         return any(
-            found.rewards.values[-1] - found.rewards.values[0] > found.margin(0, -1, self.full_mark)
-            for found in self.held_out()
-            if len(found.rewards) > 1
+            each.rewards.values[-1] - each.rewards.values[0] > each.margin(0, -1, self.full_mark)
+            for each in self.held_out
+            if len(each.rewards) > 1
         )
 
 
-def of_batch(batch: Batch, text: str, *values: float) -> Evidence:
-    """Returns evidence in the rollouts of a batch; values are rounded."""
-    rounded = tuple(round(value, 4) for value in values)
-    return Evidence(metric="rollouts", steps=(batch.step,), values=rounded, text=text)
+# --- how a run folder is read --------------------------------------------------------------------
 
 
-def percent(share: float) -> str:
-    """Returns a share for people: "31%"; below 1 % with one digit more. Only all are "100%"."""
-    if 0.995 <= share < 1:
-        return "over 99%"
-    return f"{share:.0%}" if share >= 0.01 or not share else f"{share:.1%}"
-
-
-def of_folder(folder: RunFolder, job: Job, rows: Sequence[MetricsRow] | None = None) -> RunSnapshot:
-    """Returns the facts that the run folder has; `rows` if they are known already."""
-    rows = folder.metrics() if rows is None else rows
+def of_folder(folder: RunFolder, job: Job) -> RunSnapshot:
+    """Returns the facts that the run folder has: its rows and its newest batches."""
+    rows = folder.metrics()
     if len(rows) > FIRST_ROWS + LAST_ROWS:
         rows = [*rows[:FIRST_ROWS], *rows[-LAST_ROWS:]]
-    return RunSnapshot(job=job, rows=rows, batches=_batches(folder), syncs=folder.syncs())
+    steps = folder.batch_steps()
+    graded = [_first_graded(folder, part) for part in (steps[:TRIES], steps[: -TRIES - 1 : -1])]
+    batches = {batch.step: batch for batch in graded if batch}
+    return RunSnapshot(job, rows, tuple(batches.values()), folder.syncs())
+
+
+def _first_graded(folder: RunFolder, steps: Sequence[int]) -> Batch | None:
+    for step in steps:
+        try:
+            batch = folder.batch(step)
+        except NotFound:  # removed just now
+            continue
+        if batch.graded:
+            return batch
+    return None
 
 
 def alone(path: Path) -> tuple[RunSnapshot, JobRecord]:
@@ -220,22 +215,15 @@ def alone(path: Path) -> tuple[RunSnapshot, JobRecord]:
     that has not ended counts as paused on request. Raises BadRequest for a folder of no job."""
     found = find_run(path.resolve())
     if found is None or found.job is None:
-        raise BadRequest(
-            found.problem
-            if found and found.problem
-            else f"{str(path)!r} is no run folder: expected one with job.json"
-        )
+        why = f"{str(path)!r} is no run folder: expected one with job.json"
+        raise BadRequest((found and found.problem) or why)
     record = record_of(found, found.job)
-    return of_folder(RunFolder(found.path), found.job).about(record, None, time.time()), record
+    facts = of_folder(RunFolder(found.path), found.job)
+    return replace(facts, record=record, now=time.time()), record
 
 
 def record_of(found: FoundRun, job: Job) -> JobRecord:
     """Returns the record as far as the folder tells."""
-    known: dict[str, Any] = {
-        "status": found.end or "paused",
-        "error": found.error if found.end else "paused on request",
-        "pause_reason": None if found.end else "requested",
-    }
     return JobRecord(
         id=found.id,
         name=job.name,
@@ -249,25 +237,169 @@ def record_of(found: FoundRun, job: Job) -> JobRecord:
         summary=found.summary,
         data=found.data,
         job=job,
-        **known,
+        status=found.end or "paused",
+        error=found.error if found.end else "paused on request",
+        pause_reason=None if found.end else "requested",
     )
 
 
-def _batches(folder: RunFolder) -> list[Batch]:
-    """Returns the oldest and the newest graded batch; fewer if there are not two."""
-    steps = folder.batch_steps()
-    oldest = _first_graded(folder, steps[:TRIES])
-    newest = _first_graded(folder, steps[: -TRIES - 1 : -1])
-    found = {batch.step: batch for batch in (oldest, newest) if batch}
-    return list(found.values())
+# --- how a finding is made -----------------------------------------------------------------------
+
+COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+OneLine = Annotated[str, BeforeValidator(lambda text: " ".join(text.split()))]
 
 
-def _first_graded(folder: RunFolder, steps: Sequence[int]) -> Batch | None:
-    for step in steps:
-        try:
-            batch = folder.batch(step)
-        except NotFound:  # removed just now
-            continue
-        if batch.graded:
-            return batch
-    return None
+class Entry(BaseModel):
+    """An entry of findings.toml. `title`, `cause` and `remedy` are format strings.
+
+    With `median` it is a rule: it is met by a run with at least `min_steps` steps in which the
+    median of the last `window` values of `metric` compares so with the number, or with its product
+    with what `times` names, and that of the last NEWEST too, so that what is over is not reported.
+    It is a problem from a median of `problem_from` on. `also` are further metrics as evidence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: FindingCode
+    level: FindingLevel
+    title: OneLine
+    cause: OneLine
+    remedy: OneLine
+    keys: OneLine = ""
+    metric: str = ""
+    median: tuple[Literal[">=", "<=", ">", "<"], float] | None = None
+    times: Literal["began", "max_tokens", "num_problems"] | None = None
+    window: int = WINDOW
+    min_steps: int = 1
+    problem_from: float = math.inf
+    also: tuple[str, ...] = ()
+
+
+@functools.cache
+def entries() -> dict[str, Entry]:
+    """Returns the entries by name: a code, or `code/case`, which has what it does not say itself
+    from its code's entry. Findings of equal level are shown in this order."""
+    stored = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+    found: dict[str, Entry] = {}
+    for name, entry in stored.items():
+        code = name.partition("/")[0]
+        found[name] = Entry.model_validate({"code": code, **stored.get(code, {}), **entry})
+    return found
+
+
+def finding(
+    name: str,
+    since_step: int | None,
+    evidence: Sequence[Series | Evidence],
+    /,
+    level: FindingLevel | None = None,
+    **values: object,
+) -> Finding:
+    """Returns the finding with the sentences called `name`, filled in with `values`, and the newest
+    values of each series that has any. `level`: another one than the entry has."""
+    entry = entries()[name]
+    shown = [each.evidence() if isinstance(each, Series) else each for each in evidence]
+    return Finding(
+        code=entry.code,
+        level=level or entry.level,
+        title=entry.title.format(**values),
+        since_step=since_step,
+        evidence=tuple(each for each in shown if each.values or each.text),
+        cause=entry.cause.format(**values),
+        remedy=entry.remedy.format(**values),
+        keys=tuple(entry.keys.split()),
+    )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A rule's series in a run. In the rule's sentences it is `m`: `{m[reward]:.3g}` is the median
+    of the last values of another metric."""
+
+    name: str
+    run: RunSnapshot
+    series: Series
+
+    @property
+    def entry(self) -> Entry:
+        return entries()[self.name]
+
+    @property
+    def last(self) -> Series:
+        """The steps that the rule is about."""
+        return self.series.last(self.entry.window)
+
+    @property
+    def value(self) -> float:
+        return self.last.median
+
+    @property
+    def began(self) -> float:
+        """The median of the first steps; NaN of none."""
+        return self.series.first().median
+
+    @property
+    def max_tokens(self) -> int:
+        return self.run.job.sampling.max_tokens
+
+    @property
+    def num_problems(self) -> float:
+        """How many problems the data has; NaN if the rows do not say."""
+        passes = self.run.of(PASSES)
+        num = self.run.job.sampling.prompts_per_step
+        return round(passes.steps[-1] * num / passes.values[-1]) if passes else math.nan
+
+    @property
+    def share(self) -> str:
+        """The share in all of the last steps together: their median may be 1 where it is less."""
+        return percent(statistics.fmean(self.last.values))
+
+    def __getitem__(self, metric: str) -> float:
+        return self.run.of(metric).last().median
+
+    def holds(self, value: float) -> bool:
+        if self.entry.median is None:
+            raise ValueError(f"entry {self.name!r} of findings.toml has no `median`")
+        sign, threshold = self.entry.median
+        scale = getattr(self, self.entry.times) if self.entry.times else 1.0
+        return COMPARE[sign](value, threshold * scale)
+
+    @property
+    def is_met(self) -> bool:
+        newest = self.last.last(NEWEST)
+        is_long = len(self.series) >= self.entry.min_steps
+        return is_long and self.holds(self.value) and self.holds(newest.median)
+
+    def finding(
+        self, name: str | None = None, evidence: Sequence[Evidence] = (), **values: object
+    ) -> Finding:
+        """Returns the finding, with the sentences called `name`, by default the rule's own."""
+        return finding(
+            name or self.name,
+            self.series.since(self.holds),
+            [self.series, *map(self.run.of, self.entry.also), *evidence],
+            level="problem" if self.value >= self.entry.problem_from else None,
+            m=self,
+            job=self.run.job,
+            **values,
+        )
+
+
+def rule(run: RunSnapshot, name: str, series: Series | None = None) -> Reading | None:
+    """Returns the rule's reading of the run; None if it is not met. `series` is another one than
+    of the rule's metric."""
+    reading = Reading(name, run, run.of(entries()[name].metric) if series is None else series)
+    return reading if reading.is_met else None
+
+
+def of_batch(batch: Batch, text: str, *values: float) -> Evidence:
+    """Returns evidence in the rollouts of a batch; values are rounded."""
+    rounded = tuple(round(value, 4) for value in values)
+    return Evidence(metric="rollouts", steps=(batch.step,), values=rounded, text=text)
+
+
+def percent(share: float) -> str:
+    """Returns a share for people: "31%"; below 1 % with one digit more. Only all are "100%"."""
+    if 0.995 <= share < 1:
+        return "over 99%"
+    return f"{share:.0%}" if share >= 0.01 or not share else f"{share:.1%}"
