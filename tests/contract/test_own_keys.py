@@ -360,7 +360,8 @@ async def test_a_session_finds_the_models_of_its_own_caller(
     assert (await told(f"training_runs/{hers}", "accessible")).status_code == 200
     not_own = await told(f"training_runs/{hers}", "owned")
     assert not_own.status_code == 404 and "belongs to 'alice'; expected one of your" in not_own.text
-    nothing = await http.get("/api/v1/sessions?access_scope=owned", headers=bearer(settings, "bob"))
+    carol = bearer(settings, "carol")
+    nothing = await http.get("/api/v1/sessions?access_scope=owned", headers=carol)
     assert nothing.json() == {"sessions": []}
     assert (await told("sessions/t", "accessible")).status_code == 404
     assert (await told("training_runs", "everyone")).status_code == 422
