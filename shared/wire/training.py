@@ -348,7 +348,8 @@ class ProgramOperation(Wire):
     nothing, because its request could not be read. `name` is the name of what it saves; "" names
     none. `num_targets` says of each datum how many targets each of its tokens has: as many of the
     examples, one after the other, are of the datum; 0: one target, without an axis; empty: all
-    have 0. `ttl_s` is for how many seconds what it saves is kept; None: for ever."""
+    have 0. `loss_name` is the program's name of the loss, where `loss` is computed in its place.
+    `ttl_s` is for how many seconds what it saves is kept; None: for ever."""
 
     kind: Literal[
         "forward",
@@ -364,6 +365,7 @@ class ProgramOperation(Wire):
     examples: tuple[Example, ...] = ()
     num_targets: tuple[int, ...] = ()
     loss: TokenLoss | None = None
+    loss_name: str = ""
     optimization: Optimization | None = None
     name: str = ""
     ttl_s: float | None = None

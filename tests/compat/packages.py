@@ -1,5 +1,5 @@
 """Python environments for packages whose pins conflict with the stack's, in `.compat`. Each is
-made once, from its file in `requirements/compat`."""
+made once, from its file in `requirements/compat`, without what its `.excluded.txt` names."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def python_with(name: str, *, torch: bool = False) -> Path:
         uv = str(Path(sys.executable).with_name("uv"))
         subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
         install = [uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(pins)]
+        if (excluded := pins.with_suffix(".excluded.txt")).exists():
+            install += ["--excludes", str(excluded)]
         if torch:
             _install_torch(uv, python)
         subprocess.run(install, check=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import hone
 from tests.compat.conftest import AgentStack
 from tests.compat.local_hub import MODEL, write_cache, write_data_sets
 from tests.compat.packages import python_with
@@ -108,8 +109,19 @@ def test_sl_loop_learns_and_a_death_of_the_orchestrator_changes_nothing(
     assert [row["train_mean_nll"] for row in rows] == nll[:12]
 
 
+def check_trained_with_stable_reinforce(stack: AgentStack, rows: list[dict[str, Any]]) -> None:
+    """The recipe's default loss has moved the model, and the model's log says how it is computed.
+    Where no reward differed from the others, a recipe sends no call."""
+    assert max(row.get("grad_norm:mean", 0.0) for row in rows) > 0, rows
+    with hone.Client(stack.url) as client:
+        told = [event.message for event in client.events(client.list().jobs[0].id)]
+    assert any("'stable_reinforce' is computed as 'cispo'" in one for one in told), told
+
+
 @pytest.mark.usefixtures("taught")
-def test_rl_loop_goes_on_from_a_checkpoint_and_learns(recipes: Recipes) -> None:
+def test_rl_loop_goes_on_from_a_checkpoint_and_learns(
+    recipes: Recipes, agent_stack: AgentStack
+) -> None:
     """It finds the checkpoint in its own log, as after a break."""
     folder = recipes.folder("rl")
     folder.mkdir(parents=True)
@@ -117,8 +129,20 @@ def test_rl_loop_goes_on_from_a_checkpoint_and_learns(recipes: Recipes) -> None:
     (folder / "checkpoints.jsonl").write_text(json.dumps(known) + "\n")
     options = {"batch_size": 8, "group_size": 16, "learning_rate": 2e-3, "max_tokens": 24}
     rows = recipes.run("rl_loop", "rl", max_steps=18, lora_rank=8, save_every=8, **options)
+    check_trained_with_stable_reinforce(agent_stack, rows)
     rewards = [row["reward/total"] for row in rows]
     assert sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
+
+
+@pytest.mark.parametrize("more", [{}, {"max_steps_off_policy": 1}], ids=["sync", "async"])
+def test_math_rl_trains_by_its_default_loss(
+    recipes: Recipes, agent_stack: AgentStack, more: dict[str, int]
+) -> None:
+    """A random model rarely adds right; rewards differ by whether an answer ends in time."""
+    name = f"math_{len(more)}"
+    options = {"groups_per_batch": 4, "group_size": 8, "max_tokens": 32, "lora_rank": 8, **more}
+    rows = recipes.run("math_rl.train", name, max_steps=3, eval_every=0, save_every=0, **options)
+    check_trained_with_stable_reinforce(agent_stack, rows)
 
 
 def test_a_dpo_recipe_learns_against_its_first_snapshot(recipes: Recipes) -> None:

@@ -390,3 +390,20 @@ async def test_a_call_ends_at_the_sampler_when_its_client_goes_away(stack: Stack
     with pytest.raises(Failed, match="its client went away"):
         await asyncio.wait_for(calls.pass_on(Request(scope, receive)), 10)
     await asyncio.wait_for(ended.wait(), 60)
+
+
+async def test_what_is_missing_of_openais_api_is_refused_with_its_path(
+    client: openai.AsyncOpenAI,
+) -> None:
+    with pytest.raises(openai.APIStatusError, match="no route DELETE /v1/models/x; this path has"):
+        await client.models.delete("x")
+    with pytest.raises(openai.NotFoundError, match="no route POST /v1/batches"):
+        await client.batches.create(
+            completion_window="24h", endpoint="/v1/chat/completions", input_file_id="file-1"
+        )
+    with pytest.raises(openai.NotFoundError, match="no route POST /v1/embeddings"):
+        await client.embeddings.create(model="x", input="y")
+    with pytest.raises(openai.NotFoundError, match="no route POST /v1/uploads"):
+        await client.uploads.create(bytes=1, filename="x", mime_type="y", purpose="fine-tune")
+    with pytest.raises(openai.NotFoundError, match="no route POST /v1/moderations"):
+        await client.moderations.create(input="x")

@@ -348,6 +348,24 @@ async def test_a_session_finds_the_models_of_its_own_caller(
     opened = await http.post("/api/v1/create_sampling_session", json=session, headers=root)
     assert opened.json()["sampling_session_id"].startswith(f"{roots}:"), opened.text
 
+    async def told(path: str, scope: str) -> httpx.Response:
+        return await http.get(f"/api/v1/{path}?access_scope={scope}", headers=root)
+
+    for scope, expected in (("owned", [roots]), ("accessible", [hers, roots])):
+        runs = (await told("training_runs", scope)).json()
+        assert [one["training_run_id"] for one in runs["training_runs"]] == expected
+        assert runs["cursor"]["total_count"] == len(expected)
+        assert (await told("sessions/s", scope)).json()["training_run_ids"] == expected
+        assert (await told("sessions", scope)).json() == {"sessions": ["s"]}
+    assert (await told(f"training_runs/{hers}", "accessible")).status_code == 200
+    not_own = await told(f"training_runs/{hers}", "owned")
+    assert not_own.status_code == 404 and "belongs to 'alice'; expected one of your" in not_own.text
+    carol = bearer(settings, "carol")
+    nothing = await http.get("/api/v1/sessions?access_scope=owned", headers=carol)
+    assert nothing.json() == {"sessions": []}
+    assert (await told("sessions/t", "accessible")).status_code == 404
+    assert (await told("training_runs", "everyone")).status_code == 422
+
 
 async def test_another_keys_upload_is_not_found_by_its_idempotency_key(
     http: httpx.AsyncClient, settings: Settings

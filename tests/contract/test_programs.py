@@ -143,7 +143,7 @@ async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
     again = await post(stack, "asample", order)
     assert again["request_id"] == sample["request_id"]
     other = await asked(stack, "asample", order | {"num_samples": 3})
-    assert other.status_code == 409 and "ordered with another body" in other.json()["detail"]
+    assert other.status_code == 422 and "ordered with another body" in other.json()["detail"]
     response = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
     samples = messages.new("SampleResponse")
     samples.ParseFromString(response.content)
@@ -228,7 +228,7 @@ async def test_every_snapshot_can_be_sampled_also_of_a_model_that_has_ended(stac
         assert (request.job_id, request.own_weights) == (model, False)
     differs = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "owner/model"}
     refused = await asked(stack, "create_sampling_session", differs)
-    assert refused.status_code == 409 and "was opened with another body" in refused.text
+    assert refused.status_code == 422 and "was opened with another body" in refused.text
     other = await session_on(stack, 1, model_path=path)
     assert (await sampled_by(stack, other)).snapshot, "number 0 is free in each session"
 
@@ -262,7 +262,7 @@ async def test_a_base_model_is_sampled_beside_the_same_programs_models_alone(sta
         await post(stack, "unload_model", {"model_id": one})
         await stack.until(one)
     refused = await asked(stack, "asample", order)
-    assert refused.status_code == 409 and "which samples for this session, is succ" in refused.text
+    assert refused.status_code == 422 and "which samples for this session, is succ" in refused.text
     again = await session_on(stack, 1, base_model="owner/model")
     assert not again.startswith(f"{model}:"), "a new session has a model that runs"
 
@@ -290,7 +290,7 @@ async def test_the_same_number_happens_once_and_another_body_is_refused(stack: S
     await result(stack, first)
     assert await post(stack, "forward_backward", body) == first
     refused = await asked(stack, "forward_backward", call(model, 1, (9, 9)))
-    assert refused.status_code == 409
+    assert refused.status_code == 422
     assert "operation 1 was accepted with another body" in refused.json()["detail"]
     assert stack.fakes.calls["forward_backward"] == 1
 
@@ -305,7 +305,7 @@ async def test_a_model_is_unloaded_once_though_operations_come_at_the_same_time(
     assert (await result(stack, ended))["type"] == "unload_model"
     assert (await stack.until(model)).status == "succeeded"
     assert await post(stack, "unload_model", {"model_id": model}) == ended, "it has ended once"
-    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert {answer.status_code for answer in answers} <= {200, 422}
 
 
 async def test_a_model_that_ended_before_later_operations_ends_once(stack: Stack) -> None:
@@ -364,7 +364,7 @@ async def test_what_two_checkpoints_have_is_forgotten_and_not_done_again(
     assert [number for number in range(1, 10) if known.operation(number)] == [7, 8, 9]
     assert known.operation(1) is None and known.outcome(1) is None
     late = await asked(stack, "forward_backward", call(model, 1))
-    assert late.status_code == 409 and "operation 1 was done long ago" in late.json()["detail"]
+    assert late.status_code == 422 and "operation 1 was done long ago" in late.json()["detail"]
     stack.fakes.restart_trainer()
     await post(stack, "forward_backward", call(model, 10))
     done = await post(stack, "optim_step", {"model_id": model, "seq_id": 11, **ADAM})
@@ -866,3 +866,33 @@ async def test_an_odd_value_is_named(stack: Stack, path: str, body: Any, message
     refused = await asked(stack, path, body)
     assert refused.status_code in (404, 422), refused.text
     assert message in refused.json()["detail"], refused.text
+
+
+async def test_a_session_says_what_differs_and_lists_what_it_created(stack: Stack) -> None:
+    began = await post(stack, "create_session", {"tags": [], "sdk_version": "0.38.0"})
+    assert "the loss 'stable_reinforce' is computed as 'cispo'" in began["info_message"]
+    assert "warning_message" not in began
+    of_project = await post(stack, "create_session", {"project_id": "ours"})
+    assert of_project["warning_message"] == "project_id 'ours' is ignored: there are no projects"
+
+    model = await created(stack)
+    session = await session_on(stack, base_model="owner/model")
+    found = (await stack.http.get("/api/v1/sessions/s")).json()
+    assert found == {"training_run_ids": [model], "sampler_ids": [session]}
+    refused = await stack.http.get("/api/v1/audit?event_type=all&day=2026-01-01")
+    assert (refused.status_code, refused.json()["detail"][:24]) == (422, "there is no audit log; l")
+
+
+async def test_a_surrogate_of_a_loss_is_told_in_the_models_log_once(stack: Stack) -> None:
+    model = await created(stack)
+    for number in (1, 2):
+        body = call(model, number, loss="stable_reinforce", logprobs=[0, -1], advantages=[0, 1])
+        found = await result(stack, await post(stack, "forward_backward", body))
+        assert found.metrics["stable_reinforce_computed_as_cispo:max"] == 1.0
+    sent = [one.loss.name for one in stack.fakes.operations]
+    assert sent == ["cispo", "cispo"]
+    told = [event.message for event in await stack.events(model) if event.level == "warning"]
+    assert told == [
+        "the program's loss 'stable_reinforce' is computed as 'cispo' with ratios bounded by "
+        "(0.0, 4.0)"
+    ]

@@ -143,6 +143,46 @@ def test_bounds_are_compared_with_the_default_of_the_other_one() -> None:
     assert loss is not None and loss.bounds == (1.5, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (b"\x12\x030.5", "loss_fn_config has '0.5' for 'beta'; expected a number"),
+        (b"", "loss_fn_config has no value for 'beta'; expected a number"),
+        (b"\x0d\x00\x00\x00\x3f", "loss_fn_config has no value for 'beta'; expected a number"),
+    ],
+    ids=["text", "nothing", "a float32 where a double belongs"],
+)
+def test_a_value_of_the_losss_configuration_that_is_no_number_is_refused(
+    entry: bytes, message: str
+) -> None:
+    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
+    body = call("dro", datum) + field(7, field(1, b"beta") + field(2, entry))
+    with pytest.raises(BadRequest, match=re.escape(message)):
+        read(body)
+    number = b"\x09" + np.array(0.25, "<f8").tobytes()
+    right = call("dro", datum) + field(7, field(1, b"beta") + field(2, number))
+    assert (loss := read(right).loss) is not None and loss.beta == 0.25
+
+
+def test_stable_reinforce_is_computed_as_cispo_and_the_answer_says_so() -> None:
+    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
+    named, cispo = read(call("stable_reinforce", datum, kl_coeff=0)), read(call("cispo", datum))
+    assert (named.loss, named.examples) == (cispo.loss, cispo.examples)
+    assert named.loss is not None and named.loss.bounds == (0.0, 4.0)
+    message = messages.new("ForwardBackwardOutput")
+    found = OperationOutcome(loss=5.0, logprobs=Logprobs([-1, -2]))
+    message.ParseFromString(messages.forward_backward_output(named, found))
+    told = {"loss:sum": 5.0, "stable_reinforce_computed_as_cispo:max": 1.0}
+    assert dict(message.metrics) == told
+    message.ParseFromString(messages.forward_backward_output(cispo, found))
+    assert dict(message.metrics) == {"loss:sum": 5.0}
+    for key, why in (("kl_coeff", "has the kl_coeff 0.1 with"), ("beta", "has 'beta'; expected")):
+        with pytest.raises(BadRequest, match=why):
+            read(call("stable_reinforce", datum, **{key: 0.1}))
+    with pytest.raises(BadRequest, match="has no 'logprobs', which 'stable_reinforce' needs"):
+        read(call("stable_reinforce", {"target_tokens": [6, 7], "advantages": [0, 3]}))
+
+
 def test_gspo_takes_the_tokens_of_its_ratio_and_its_bounds() -> None:
     datum = {
         "target_tokens": [6, 7],

@@ -138,6 +138,7 @@ LOG_2 = math.log(2)
             1.5 * (1 - LOG_2) + 0.8 * (1 + LOG_2),
             [-1.5, -0.8],
         ),
+        (TokenLoss(name="cispo"), 2 * (1 - LOG_2) + 0.5 * (1 + LOG_2), [-2.0, -0.5]),
         (
             TokenLoss(name="dro", beta=2.0),
             2.0 + 2 * LOG_2**2,

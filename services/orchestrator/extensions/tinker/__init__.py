@@ -4,6 +4,7 @@ whose operations come over HTTP in place of a recipe.
 | file | contents |
 |---|---|
 | `routes.py` | `/api/v1`: bodies, training runs, downloads |
+| `sessions.py` | the SDK's sessions; what is not supported, with its sentences |
 | `models.py` | models, their operations and futures, sessions of samples |
 | `requests.py` | Tinker's requests as operations, and its models as jobs |
 | `messages.py` | Tinker's protobuf messages; results as messages |

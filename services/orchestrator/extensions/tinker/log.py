@@ -240,6 +240,10 @@ class OperationLog:
             if known is None or known.of_path != session.of_path:
                 raise _differs(f"session {id} was opened")
 
+    def sessions(self) -> list[str]:
+        """Returns the names of the sessions, in no order."""
+        return [file.stem.removeprefix("session-") for file in self._folder.glob("session-*")]
+
     def session(self, id: str) -> SamplingSession | None:
         """Returns the session; None without one."""
         return _read(self._file(f"session-{id}"), SamplingSession)

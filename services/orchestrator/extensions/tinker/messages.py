@@ -87,14 +87,22 @@ FIELDS: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
+ONE_OF = frozenset({"LossConfigValue"})
+"""Messages that have one of their fields, and so know which: `WhichOneof("value")`."""
+
+
 def _file() -> descriptor_pb2.FileDescriptorProto:
     file = descriptor_pb2.FileDescriptorProto(
         name="hone_tinker.proto", package=PACKAGE, syntax="proto3"
     )
     for name, fields in FIELDS.items():
         message = file.message_type.add(name=name)
+        if name in ONE_OF:
+            message.oneof_decl.add(name="value")
         for field, (number, kind) in fields.items():
             _add(message, field, number, kind)
+            if name in ONE_OF:
+                message.field[-1].oneof_index = 0
     return file
 
 
@@ -241,6 +249,8 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
         if count:
             field.trailing_shape.append(count)
     message.metrics["loss:sum"] = outcome.loss
+    if operation.loss_name and operation.loss:
+        message.metrics[f"{operation.loss_name}_computed_as_{operation.loss.name}:max"] = 1.0
     return message.SerializeToString()
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse, Response
 
@@ -46,12 +46,16 @@ from shared.settings import Settings
 from shared.wire import (
     TERMINAL,
     JobRecord,
+    JobSummary,
     ProgramOperation,
     SampleOrder,
     SamplingSession,
     SavedKind,
     SavedWeights,
 )
+
+Scope = Literal["owned", "accessible"]
+"""Whose models are meant: the caller's own, or all that it may use."""
 
 MAX_LISTED = 100
 """How many of the newest jobs are looked at for base models, or for a model that may sample."""
@@ -68,9 +72,15 @@ class Models:
         self._writable = writable
         self._checks = checks
 
-    async def get(self, model_id: str) -> JobRecord:
+    async def get(self, model_id: str, scope: Scope = "accessible") -> JobRecord:
         """Returns the model's record. Raises NotFound for any other id."""
         record = await self._store.get(await self._job_id(model_id))
+        if scope == "owned" and (record.submitted_by or "") != caller_name():
+            owner = record.submitted_by or "HONE_TOKEN"
+            raise NotFound(
+                f"the model {model_id!r:.200} belongs to {owner!r}; expected one of your own, or "
+                "the access_scope 'accessible'"
+            )
         if not record.job.is_program:
             raise NotFound(
                 f"job {record.id!r} has the objective {record.job.training.objective!r}; expected "
@@ -154,6 +164,22 @@ class Models:
         names = {one.model: None for one in (await self._store.list(None, MAX_LISTED)).jobs}
         able = {"trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": name, **able} for name in names]}
+
+
+PAGE = 100
+
+
+async def models_of(store: Store, scope: Scope = "accessible") -> AsyncIterator[JobSummary]:
+    """Yields the models that programs made, newest first."""
+    wanted, after = JobFilter(by_caller=scope == "owned"), None
+    while True:
+        page = await store.list(after, PAGE, wanted)
+        for one in page.jobs:
+            if requests.MODEL in one.metadata:
+                yield one
+        after = page.next_after
+        if after is None:
+            return
 
 
 def read_job(document: dict[str, Any]) -> Job:

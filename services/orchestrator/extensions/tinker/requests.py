@@ -36,19 +36,25 @@ from shared.wire import (
 
 LOSSES: tuple[str, ...] = get_args(TokenLossName)
 
+SURROGATES: dict[str, TokenLossName] = {"stable_reinforce": "cispo"}
+"""Losses of which Tinker does not publish the formula, and the one that is computed in their place:
+of the policy that sampled, both have the gradient of REINFORCE. Tinker's takes what the server
+noted of the samples, which a datum's spans name; they are not read, since the datum has the
+sampler's log-probs."""
+
 BOUNDS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 
 CONFIG = {"ppo": BOUNDS, "cispo": BOUNDS, "gspo": BOUNDS, "dro": {"beta": "beta"}}
 """Tinker's keys of a loss's configuration, and ours."""
 
 INPUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LOSSES, ("logprobs", "advantages")),
+    **dict.fromkeys((*LOSSES, *SURROGATES), ("logprobs", "advantages")),
     "cross_entropy": (),
     "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
 }
 """What a loss needs beside `target_tokens`."""
 
-WEIGHTS = dict.fromkeys(LOSSES, "advantages") | {"cross_entropy": "weights"}
+WEIGHTS = dict.fromkeys((*LOSSES, *SURROGATES), "advantages") | {"cross_entropy": "weights"}
 """What a loss multiplies its tokens by."""
 
 NUMBERS = {messages.FLOAT32: "<f4", messages.INT64: "<i8", messages.INT32: "<i4"}
@@ -198,9 +204,9 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
     """Returns the operation of a message for a model of so many tokens. Raises BadRequest."""
     check_size(message, limit)
     name = message.loss_fn
-    if name not in LOSSES:
+    if name not in INPUTS:
         raise BadRequest(
-            f"loss_fn is {name!r:.80}; expected one of {', '.join(LOSSES)} "
+            f"loss_fn is {name!r:.80}; expected one of {', '.join(INPUTS)} "
             "(forward_backward_custom works too)"
         )
     if message.forward_only and name != "cross_entropy":
@@ -208,8 +214,14 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
             f"loss_fn is {name!r} of a forward; expected 'cross_entropy': a forward pass gives "
             "log-probs, and of other losses no sum"
         )
-    config = {key: one.number for key, one in message.loss_fn_config_v2.items()}
-    config = config or dict(message.loss_fn_config.items())
+    config = _config(message)
+    if name in SURROGATES and config.get("kl_coeff") == 0:
+        del config["kl_coeff"]
+    elif name in SURROGATES and "kl_coeff" in config:
+        raise BadRequest(
+            f"loss_fn_config has the kl_coeff {config['kl_coeff']:g} with loss_fn {name!r}; "
+            "expected 0 or none: Tinker does not publish what it weighs"
+        )
     known = CONFIG.get(name, {})
     if unknown := sorted(set(config) - set(known)):
         raise BadRequest(
@@ -223,7 +235,9 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
             f"loss_fn_config has {', '.join(config) or 'no key'}; expected {' and '.join(BOUNDS)} "
             "with loss_fn 'gspo', for example 0.9997 and 1.0004 (arXiv 2507.18071)"
         )
-    loss = _loss(name, {known[key]: (key, value) for key, value in config.items()})
+    loss = _loss(
+        SURROGATES.get(name, name), {known[key]: (key, value) for key, value in config.items()}
+    )
     data = [_examples(datum, name, at) for at, datum in enumerate(message.data)]
     num_targets = tuple(map(_num_targets, message.data))
     operation = ProgramOperation(
@@ -232,8 +246,23 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
         examples=tuple(itertools.chain.from_iterable(data)),
         num_targets=num_targets if any(num_targets) else (),
         loss=loss,
+        loss_name=name if name in SURROGATES else "",
     )
     return operation
+
+
+def _config(message: Any) -> dict[str, float]:
+    """Returns the configuration of the call's loss. Raises BadRequest for a value that is no
+    number: protobuf would read it as 0."""
+    for key, one in message.loss_fn_config_v2.items():
+        if one.WhichOneof("value") != "number":
+            raise BadRequest(
+                f"loss_fn_config has {one.text!r:.80} for {key!r:.80}; expected a number"
+                if one.WhichOneof("value")
+                else f"loss_fn_config has no value for {key!r:.80}; expected a number"
+            )
+    config = {key: one.number for key, one in message.loss_fn_config_v2.items()}
+    return config or dict(message.loss_fn_config.items())
 
 
 def _examples(datum: Any, loss: str, at: int) -> list[Example]:

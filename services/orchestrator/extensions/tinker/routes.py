@@ -11,16 +11,15 @@ import contextlib
 import hashlib
 import hmac
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import zstandard
-from fastapi import Query, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from services.orchestrator.extensions.tinker import requests
@@ -39,9 +38,18 @@ from services.orchestrator.extensions.tinker.models import (
     Models,
     Operations,
     SamplingSessions,
+    Scope,
+    models_of,
 )
 from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import MODEL, adapter_of, read_ttl
+from services.orchestrator.extensions.tinker.sessions import (
+    CHECKPOINT,
+    Limit,
+    Offset,
+    add_route,
+    add_session_routes,
+)
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.store.run_folders import files_of, path_of
 from services.orchestrator.store.store import Store
@@ -54,13 +62,7 @@ from shared.http.gate import caller
 from shared.http.operations import DownloadedFile
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.wire import JobRecord, JobSummary, SavedKind, SavedWeights
-
-CHECKPOINT = "training_runs/{id}/checkpoints/{checkpoint:path}"
-
-Limit = Annotated[int, Query(ge=1, le=1000)]
-
-Offset = Annotated[int, Query(ge=0)]
+from shared.wire import JobRecord, SavedKind, SavedWeights
 
 Answer = Callable[[dict[str, Any], str], Awaitable[Any]]
 """Returns the answer to a body of JSON and its digest."""
@@ -79,42 +81,10 @@ def add_routes(
     quota = PendingQuota()
     sessions = SamplingSessions(store, models, orders, quota)
     futures = Futures(store, models, orders)
-    _add_session_routes(service)
+    add_session_routes(service, store, bodies.json)
     _add_posts(service, bodies, models, sessions, Operations(store, models, quota), futures)
     _add_management(service, bodies, models, sessions, Management(store))
     _add_downloads(service, models, Downloads(store, settings.runs_dir))
-
-
-def _add(service: Service, method: str, path: str, route: Callable[..., Awaitable[Any]]) -> None:
-    service.app.add_api_route(
-        f"{ROOT}/{path}", route, methods=[method], include_in_schema=False, response_model=None
-    )
-
-
-def _add_session_routes(service: Service) -> None:
-    """Adds the routes of the SDK's session, which is only its id."""
-
-    async def create_session() -> dict[str, Any]:
-        return {"type": "create_session", "session_id": secrets.token_hex(16)}
-
-    async def heartbeat() -> dict[str, Any]:
-        return {"type": "session_heartbeat"}
-
-    async def telemetry() -> dict[str, Any]:
-        return {"status": "accepted"}
-
-    async def nothing() -> dict[str, Any]:
-        return {}
-
-    async def health() -> dict[str, Any]:
-        return {"status": "ok"}
-
-    _add(service, "POST", "create_session", create_session)
-    _add(service, "POST", "session_heartbeat", heartbeat)
-    _add(service, "POST", "telemetry", telemetry)
-    _add(service, "POST", "client/config", nothing)
-    _add(service, "POST", "sessions/{session}/finish", nothing)
-    _add(service, "GET", "healthz", health)
 
 
 def _add_posts(
@@ -133,7 +103,7 @@ def _add_posts(
             found = await answer(*await bodies.json(request, max_bytes))
             return found if isinstance(found, Response) else JSONResponse(found)
 
-        _add(service, "POST", path, route)
+        add_route(service, "POST", path, route)
 
     def saving(kind: SavedKind) -> Answer:
         return lambda body, digest: operations.save(body, digest, kind)
@@ -143,7 +113,7 @@ def _add_posts(
         return await (models.load(body) if is_new else operations.refuse_load(body, digest))
 
     for path in ("forward_backward", "forward"):
-        _add(service, "POST", path, forward_backward)
+        add_route(service, "POST", path, forward_backward)
     add("create_model", lambda body, _: models.create(body))
     add("load_weights", load)
     add("get_info", lambda body, _: models.info(body))
@@ -164,11 +134,13 @@ def _add_management(
     sessions: SamplingSessions,
     management: Management,
 ) -> None:
-    async def training_runs(limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-        return await management.training_runs(limit, offset)
+    async def training_runs(
+        limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
+    ) -> dict[str, Any]:
+        return await management.training_runs(limit, offset, access_scope)
 
-    async def training_run(id: str) -> dict[str, Any]:
-        return await management.training_run(await models.get(id))
+    async def training_run(id: str, access_scope: Scope = "accessible") -> dict[str, Any]:
+        return await management.training_run(await models.get(id, access_scope))
 
     async def checkpoints(id: str) -> dict[str, Any]:
         return await management.checkpoints(await models.get(id))
@@ -185,14 +157,14 @@ def _add_management(
         await management.expire(await models.get(id), checkpoint, read_ttl(body))
         return Response(status_code=204)
 
-    _add(service, "GET", "get_server_capabilities", models.capabilities)
-    _add(service, "GET", "samplers/{id}", sessions.get)
-    _add(service, "GET", "training_runs", training_runs)
-    _add(service, "GET", "training_runs/{id}", training_run)
-    _add(service, "GET", "training_runs/{id}/checkpoints", checkpoints)
-    _add(service, "GET", "checkpoints", all_checkpoints)
-    _add(service, "PUT", f"{CHECKPOINT}/ttl", expire)
-    _add(service, "DELETE", CHECKPOINT, delete)
+    add_route(service, "GET", "get_server_capabilities", models.capabilities)
+    add_route(service, "GET", "samplers/{id}", sessions.get)
+    add_route(service, "GET", "training_runs", training_runs)
+    add_route(service, "GET", "training_runs/{id}", training_run)
+    add_route(service, "GET", "training_runs/{id}/checkpoints", checkpoints)
+    add_route(service, "GET", "checkpoints", all_checkpoints)
+    add_route(service, "PUT", f"{CHECKPOINT}/ttl", expire)
+    add_route(service, "DELETE", CHECKPOINT, delete)
 
 
 def _add_downloads(service: Service, models: Models, downloads: Downloads) -> None:
@@ -203,9 +175,11 @@ def _add_downloads(service: Service, models: Models, downloads: Downloads) -> No
         path = await downloads.file(sign, expires, job, number, name)
         return DownloadedFile(path, path.name)
 
-    _add(service, "GET", f"{CHECKPOINT}/external_weights_urls", urls)
+    add_route(service, "GET", f"{CHECKPOINT}/external_weights_urls", urls)
     files = FILES.removeprefix(f"{ROOT}/")
-    _add(service, "GET", f"{files}/{{sign}}/{{expires}}/{{job}}/{{number}}/{{name:path}}", file)
+    add_route(
+        service, "GET", f"{files}/{{sign}}/{{expires}}/{{job}}/{{number}}/{{name:path}}", file
+    )
 
 
 MAX_CALL_BYTES = 64 << 20
@@ -283,8 +257,6 @@ def _json(body: bytes) -> dict[str, Any]:
     return given
 
 
-PAGE = 100
-
 EXPIRY_S = 600.0
 """Seconds between two removals of what has expired."""
 
@@ -295,8 +267,8 @@ class Management:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
-        found = [one async for one in models_of(self._store)]
+    async def training_runs(self, limit: int, offset: int, scope: Scope) -> dict[str, Any]:
+        found = [one async for one in models_of(self._store, scope)]
         records = [await self._store.get(one.id) for one in found[offset : offset + limit]]
         runs = [await self.training_run(record) for record in records]
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
@@ -388,19 +360,6 @@ def find_saved(record: JobRecord, id: str) -> SavedWeights:
     if not found:
         raise NotFound(f"the model {record.id!r} has no {id!r:.200}, or not any more")
     return found
-
-
-async def models_of(store: Store) -> AsyncIterator[JobSummary]:
-    """Yields the models that programs made, newest first."""
-    after: str | None = None
-    while True:
-        page = await store.list(after, PAGE)
-        for one in page.jobs:
-            if MODEL in one.metadata:
-                yield one
-        after = page.next_after
-        if after is None:
-            return
 
 
 def _checkpoint(model_id: str, saved: SavedWeights) -> dict[str, Any]:
