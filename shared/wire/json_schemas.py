@@ -1,0 +1,65 @@
+"""Bounds of the JSON Schemas by which an agent may limit an answer, so that an engine compiles one
+in seconds at most: it samples nothing else meanwhile."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MAX_BYTES = 64 << 10
+MAX_DEPTH = 32
+MAX_COUNT = 100
+MAX_PROPERTIES = 100
+MAX_PATTERN = 200
+
+COUNTS = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+)
+REPEATED = re.compile(r"\{\s*\d*\s*,?\s*\d*\s*\}")
+"""A counted repetition in a regular expression."""
+
+
+def check_schema(schema: Any, where: str) -> None:
+    """Raises ValueError for a schema that is too large, too deep, or has counts or regular
+    expressions that could become large when they are compiled."""
+    size = len(json.dumps(schema))
+    if size > MAX_BYTES:
+        raise ValueError(f"{where} has {size} bytes as JSON, expected at most {MAX_BYTES}")
+    waiting = [(schema, 1)]
+    while waiting:
+        node, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+        inner = list(node.values()) if isinstance(node, dict) else node
+        if isinstance(node, dict):
+            _check_keywords(node, where)
+        if isinstance(inner, list):
+            waiting += [(each, depth + 1) for each in inner]
+
+
+def _check_keywords(node: dict[str, Any], where: str) -> None:
+    for name in COUNTS & node.keys():
+        count = node[name]
+        if isinstance(count, int | float) and count > MAX_COUNT:
+            raise ValueError(f"{where} has {name} {count}, expected at most {MAX_COUNT}")
+    properties = node.get("properties")
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise ValueError(
+            f"{where} has {len(properties)} properties, expected at most {MAX_PROPERTIES}"
+        )
+    of_names = node.get("patternProperties")
+    patterns = [node.get("pattern"), *(of_names if isinstance(of_names, dict) else ())]
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            continue
+        if len(pattern) > MAX_PATTERN:
+            raise ValueError(
+                f"{where} has a pattern of {len(pattern)} characters, expected at most "
+                f"{MAX_PATTERN}"
+            )
+        if found := REPEATED.search(pattern):
+            raise ValueError(
+                f"{where} has the pattern {pattern!r:.80} with the counted repetition "
+                f"{found[0]!r}, expected none: it may become large when compiled"
+            )
