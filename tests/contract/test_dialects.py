@@ -443,8 +443,15 @@ def nested(depth: int) -> dict[str, Any]:
             {"properties": {f"k{number}": {"type": "string"} for number in range(300)}},
             "has 300 properties, expected at most 100",
         ),
+        (
+            {"properties": {f"k{number}": {"maxLength": 100} for number in range(11)}},
+            "has lengths and counts (maxLength and the like) of 1100 together, expected at most",
+        ),
     ],
-    ids=["bytes", "depth", "length", "items", "pattern", "repetition", "names", "properties"],
+    ids=[
+        *("bytes", "depth", "length", "items", "pattern", "repetition", "names", "properties"),
+        "sum",
+    ],
 )
 async def test_a_schema_that_would_take_long_to_compile_is_refused(
     refusing: Bench, schema: dict[str, Any], sentence: str
