@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import ConfigDict, Field, RootModel, field_validator, model_validator
 
@@ -219,8 +219,8 @@ MAX_STOPS = 1024
 
 
 def _name(tool: dict[str, Plain]) -> str:
-    function = tool.get("function")
-    return str(function.get("name")) if isinstance(function, dict) else ""
+    function: Any = tool.get("function")
+    return str(cast(dict[str, Any], function).get("name")) if isinstance(function, dict) else ""
 
 
 class ChatRequest(Wire):

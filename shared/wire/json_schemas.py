@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 32
@@ -32,16 +32,18 @@ def check_schema(schema: Any, where: str) -> None:
     size = len(json.dumps(schema))
     if size > MAX_BYTES:
         raise ValueError(f"{where} has {size} bytes as JSON, expected at most {MAX_BYTES}")
-    waiting, total = [(schema, 1)], 0.0
+    waiting: list[tuple[Any, int]] = [(schema, 1)]
+    total = 0.0
     while waiting:
         node, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels")
-        inner = list(node.values()) if isinstance(node, dict) else node
         if isinstance(node, dict):
-            total += _check_keywords(node, where)
-        if isinstance(inner, list):
-            waiting += [(each, depth + 1) for each in inner]
+            fields = cast(dict[str, Any], node)
+            total += _check_keywords(fields, where)
+            node = list(fields.values())
+        if isinstance(node, list):
+            waiting += [(each, depth + 1) for each in cast(list[Any], node)]
     if total > MAX_COUNTS:
         raise ValueError(
             f"{where} has lengths and counts (maxLength and the like) of {total:g} together, "
@@ -56,13 +58,12 @@ def _check_keywords(node: dict[str, Any], where: str) -> float:
     for name, count in counts.items():
         if count > MAX_COUNT:
             raise ValueError(f"{where} has {name} {count}, expected at most {MAX_COUNT}")
-    properties = node.get("properties")
-    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+    properties = _table(node, "properties")
+    if len(properties) > MAX_PROPERTIES:
         raise ValueError(
             f"{where} has {len(properties)} properties, expected at most {MAX_PROPERTIES}"
         )
-    of_names = node.get("patternProperties")
-    patterns = [node.get("pattern"), *(of_names if isinstance(of_names, dict) else ())]
+    patterns: list[Any] = [node.get("pattern"), *_table(node, "patternProperties")]
     for pattern in patterns:
         if not isinstance(pattern, str):
             continue
@@ -77,3 +78,8 @@ def _check_keywords(node: dict[str, Any], where: str) -> float:
                 f"{found[0]!r}, expected none: it may become large when compiled"
             )
     return sum(count for count in counts.values() if count > 0)
+
+
+def _table(node: dict[str, Any], name: str) -> dict[str, Any]:
+    found = node.get(name)
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}

@@ -14,7 +14,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_150,
-    "shared": 14_740,
+    "shared": 14_760,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_370,
     "services/orchestrator/extensions": 11_520,
