@@ -35,6 +35,10 @@ PauseMode = Literal["keep", "abort"]
 """What pausing does to requests under way: freeze them, or end them."""
 
 
+Constraint = Mapping[str, Any]
+"""What limits the tokens of an answer, in the engine's own words."""
+
+
 class BadPrompt(BadRequest):
     """Nothing can be sampled after this prompt. It is the prompt's fault, not the caller's."""
 
@@ -81,6 +85,11 @@ class Chat(Protocol):
 
     def special_text(self, token_id: int) -> str:
         """Returns a special token's text, and "" for any other token."""
+        ...
+
+    async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
+        """Returns what limits the tokens of the answer to a request that is constrained. Raises
+        BadRequest if the engine cannot limit them so."""
         ...
 
     async def parsed(
@@ -139,8 +148,11 @@ class Engine(Protocol):
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
         num_top: int = 0,
+        constraint: Constraint | None = None,
     ) -> tuple[Rollout, ...]:
-        """Returns `sampling.n` completions `[G]`, sampled with the adapter, if one is given.
+        """Returns `sampling.n` completions `[G]`, sampled with the adapter, if one is given. With a
+        `constraint` each token is drawn from the `MAX_KEPT` likeliest that it allows, or fewer, and
+        the rollouts list them (`Rollout.kept_ids`); raises BadRequest if the engine cannot.
         Prompts share cached prefixes only under the same `salt`. Raises Conflict, code "stale", if
         weights of another `owner` sampled any token; "" accepts all. Completions that are not done
         after `deadline_s` seconds end with "timeout". Each has the `num_top` likeliest tokens of

@@ -154,6 +154,7 @@ async def sampled_group(
         own, *top = await engine.top_logprobs(ids, adapter, request.top_prompt_logprobs)
         found = dict(zip(("prompt_top_ids", "prompt_top_logprobs"), top, strict=True))
         group = group.model_copy(update={"prompt_logprobs": Logprobs(own), **found})
+    constraint = await engine.chat.constraint(turn, ids) if turn and turn.is_constrained else None
     rollouts = await engine.sample(
         ids,
         sampling,
@@ -162,6 +163,7 @@ async def sampled_group(
         deadline_s=request.deadline_s,
         adapter=adapter,
         num_top=request.top_logprobs,
+        constraint=constraint,
     )
     end = engine.chat.text(ids[-NUM_END_TOKENS:])
     rollouts = tuple(rollout.model_copy(update={"prompt_end": end}) for rollout in rollouts)
@@ -224,11 +226,14 @@ def conversation(request: GenerateRequest) -> ChatRequest | None:
     """Returns the conversation that the request is a turn of, or None. Raises BadRequest if it has
     no messages or `known` does not fit them, and BadPrompt for messages that are not text."""
     known = request.known
-    if not request.tools and known is None:
+    if not request.tools and known is None and request.json_schema is None:
         return None
     messages = request.prompt
     if messages is None or isinstance(messages, str):
-        raise BadRequest("'tools' and 'known' are of a conversation; expected messages as 'prompt'")
+        raise BadRequest(
+            "'tools', 'known' and 'json_schema' are of a conversation; expected messages as "
+            "'prompt'"
+        )
     if known and not known.token_ids:
         raise BadRequest("'known.token_ids' is empty; expected the tokens up to an answer's last")
     if known and known.num_messages >= len(messages):
@@ -246,6 +251,8 @@ def conversation(request: GenerateRequest) -> ChatRequest | None:
             messages=messages,
             tools=request.tools or None,
             tool_choice=request.tool_choice if request.tools else None,
+            parallel_tool_calls=request.parallel_tool_calls or not request.tools,
+            json_schema=request.json_schema,
             chat_template_kwargs=request.template_args or None,
             stop=request.sampling.stop or None,
             stop_token_ids=request.sampling.stop_token_ids or None,

@@ -10,17 +10,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import ConfigDict, Field, RootModel, field_validator
+from pydantic import ConfigDict, Field, RootModel, field_validator, model_validator
 
 from shared.documented import Plain
 from shared.job.sampling import EnvironmentSpec
 from shared.job.section import Text
 from shared.wire.base import JobId, Message, Reported, Wire
+from shared.wire.json_schemas import check_schema
 from shared.wire.messages import normalized
 from shared.wire.packed import Logprobs, Mask, TokenIds
-from shared.wire.rollouts import RolloutGroup
+from shared.wire.rollouts import NamedTool, RolloutGroup, ToolChoice
 
 EpisodeId = str
 
@@ -217,14 +218,21 @@ MAX_TOOLS = 1024
 MAX_STOPS = 1024
 
 
+def _name(tool: dict[str, Plain]) -> str:
+    function: Any = tool.get("function")
+    return str(cast(dict[str, Any], function).get("name")) if isinstance(function, dict) else ""
+
+
 class ChatRequest(Wire):
     """What a turn of a conversation answers, in the words of OpenAI's chat completions.
-    `chat_template_kwargs` and `stop_token_ids` are vLLM's. `tool_choice` "auto" needs
-    HONE_TOOL_PARSER."""
+    `chat_template_kwargs` and `stop_token_ids` are vLLM's. A `tool_choice` other than "none" needs
+    HONE_TOOL_PARSER. `json_schema` is what the answer's text has to match."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: tuple[dict[str, Plain], ...] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    json_schema: dict[str, Plain] | None = None
     chat_template_kwargs: dict[str, Plain] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: str | Annotated[tuple[str, ...], Field(max_length=MAX_STOPS)] | None = None
@@ -237,6 +245,32 @@ class ChatRequest(Wire):
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"message {index} has no 'role'")
         return normalized(messages)
+
+    @model_validator(mode="after")
+    def _bounded_schemas(self) -> Self:
+        choice = self.tool_choice
+        names = {_name(tool) for tool in self.tools or ()}
+        if choice not in (None, "auto", "none") and not names:
+            raise ValueError("'tool_choice' forces a call, and there are no tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(
+                f"'tool_choice' names the tool {choice.function.name!r:.80}, expected one of "
+                f"{', '.join(map(repr, sorted(names)))[:400]}"
+            )
+        if not self.is_constrained:
+            return self
+        if self.json_schema is not None:
+            check_schema(self.json_schema, "the schema of the answer")
+        check_schema(list(self.tools or ()), "the list of tools")
+        return self
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the answer is limited to calls of tools or to a schema."""
+        if self.json_schema is not None:
+            return True
+        may_call = bool(self.tools) and self.tool_choice != "none"
+        return may_call and (self.tool_choice not in (None, "auto") or not self.parallel_tool_calls)
 
 
 class SessionRecord(Wire):

@@ -228,6 +228,23 @@ class Known(Wire):
     version: int | None = None
 
 
+class NamedFunction(Wire):
+    """The name of a tool's function."""
+
+    name: str
+
+
+class NamedTool(Wire):
+    """The tool that an answer must call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+"""Whether an answer may call tools, must not, or must; or the tool that it must call."""
+
+
 class GenerateRequest(Fencing):
     """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template,
     with `template_args` and `tools`) or token ids.
@@ -250,11 +267,15 @@ class GenerateRequest(Fencing):
     `top_logprobs` are how many of the likeliest tokens it has, with their log-probs, at each place
     of the prompt and of the completions.
 
-    With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is
-    refused, or loses its first tokens with `truncate_prompt`. With `fit` a completion may have
-    fewer than `sampling.max_tokens` tokens: as many as the model's length leaves. A completion that
-    is not done after `deadline_s` seconds ends there, with `finish_reason` "timeout"; None: no
-    limit.
+    With `tool_choice` "none" the calls in an answer stay text. A `tool_choice` that forces a call,
+    `parallel_tool_calls` false (one call at most) and `json_schema` (of the answer's text) limit
+    which tokens can be sampled: the `MAX_KEPT` likeliest of those that are allowed, or fewer, and
+    `Rollout.kept_ids` lists them.
+
+    A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. With
+    `fit` a completion may have fewer than `sampling.max_tokens` tokens: as many as the model's
+    length leaves. A completion that is not done after `deadline_s` seconds ends there, with
+    `finish_reason` "timeout"; None: no limit.
     """
 
     model_config = ConfigDict(
@@ -271,7 +292,9 @@ class GenerateRequest(Fencing):
     prompt_token_ids: TokenIds | None = None
     template_args: dict[str, Plain] = {}
     tools: tuple[dict[str, Plain], ...] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    json_schema: dict[str, Plain] | None = None
     known: Known | None = None
     answers: tuple[str | Message, ...] = ()
     prompt_logprobs: bool = False
@@ -339,9 +362,10 @@ class Rollout(Wire):
     where nothing was sampled; empty if they were not measured. `spans` say which weights sampled
     it, oldest first; more than one only if a sync happened under way.
 
-    `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`
-    or `min_p`, and `kept_ids` lists these tokens, position by position. A count of 0, or none at
-    all: the whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
+    `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`,
+    `min_p` or a constraint of the answer, and `kept_ids` lists these tokens, position by position.
+    A count of 0, or none at all: the whole vocabulary, as far as is known
+    (`EngineSpec.sampling_masks`).
 
     `top_ids` and `top_logprobs` `[T k]` are the k likeliest tokens at each position, likeliest
     first, if they were asked for.

@@ -324,10 +324,22 @@ async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -
         ({"n": 2}, "'n' is 2; expected 1, or no such field: a conversation has one answer"),
         ({"logit_bias": {"5": 1}}, "would change the distribution"),
         ({"presence_penalty": 0.5}, "'presence_penalty' is 0.5; expected 0"),
-        ({"response_format": {"type": "json_object"}}, "formats limit which tokens"),
         (
-            {"tool_choice": "required"},
-            "'tool_choice' is 'required'; expected one of 'auto', 'none'",
+            {"response_format": {"type": "grammar"}},
+            "'response_format' is {'type': 'grammar'}; expected a 'type' of 'text', 'json_object'",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "with a 'schema' that is an object and not"),
+        ({"tool_choice": "required"}, "'tool_choice' forces a call, and there are no tools"),
+        (
+            {"tool_choice": "always", "tools": [{"function": TOOL}]},
+            "'tool_choice' is 'always'; expected one of 'auto', 'none', 'required', or one of type",
+        ),
+        (
+            {
+                "tool_choice": {"type": "function", "function": {"name": "add"}},
+                "tools": [{"function": TOOL}],
+            },
+            "'tool_choice' names the tool 'add', expected one of 'guess'",
         ),
         ({"top_logprobs": 3}, "only the sampled tokens' log-probs are known"),
         ({"repetition_penalty": 1.2}, "would change the distribution"),
@@ -347,6 +359,111 @@ async def test_what_a_session_cannot_honour_is_refused(
     body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **field}
     answer = await refusing.post("/v1/chat/completions", body)
     assert answer.status_code == 422 and sentence in answer.json()["detail"]
+    assert not refusing.sampler.asked
+
+
+FOUND = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+NAMED = {"type": "function", "function": {"name": "guess"}}
+
+
+async def test_chat_completions_limit_an_answer_as_they_ask(settings: Settings) -> None:
+    bench = Bench(settings, *[Reply('{"number": 3}')] * 6)
+    chat: Any = bench.openai().chat.completions
+    schema = {"type": "json_schema", "json_schema": {"name": "found", "schema": FOUND}}
+    tools = [{"type": "function", "function": TOOL}]
+    for number, limit in enumerate(
+        (
+            {"response_format": schema},
+            {"response_format": {"type": "json_object"}},
+            {"tools": tools, "tool_choice": "required"},
+            {"tools": tools, "tool_choice": NAMED, "parallel_tool_calls": False},
+            {"tools": tools, "tool_choice": "auto", "response_format": {"type": "text"}},
+            {"tools": tools, "tool_choice": "none", "parallel_tool_calls": False},
+        )
+    ):
+        asked = [{"role": "user", "content": f"Go {number}."}]
+        await chat.create(model="m", messages=asked, **limit)
+    found = bench.sampler.asked
+    assert [each.json_schema for each in found] == [FOUND, {"type": "object"}, *[None] * 4]
+    choices = [getattr(each.tool_choice, "function", each.tool_choice) for each in found]
+    assert [getattr(each, "name", each) for each in choices] == [
+        *("auto", "auto", "required", "guess", "auto", "none")
+    ]
+    assert [each.parallel_tool_calls for each in found] == [True, True, True, False, True, False]
+    assert len(bench.sampler.constraints) == 4, "the last two are free"
+
+
+async def test_responses_and_messages_limit_an_answer_as_they_ask(settings: Settings) -> None:
+    bench = Bench(settings, *[Reply('{"number": 3}')] * 4)
+    responses: Any = bench.openai().responses
+    tool = {"type": "function", "strict": True, **TOOL}
+    text = {"format": {"type": "json_schema", "name": "found", "schema": FOUND}}
+    await responses.create(model="m", input="Go.", text=text)
+    named = {"type": "function", "name": "guess"}
+    answer = await responses.create(
+        model="m", input="Now.", tools=[tool], tool_choice=named, parallel_tool_calls=False
+    )
+    assert answer.parallel_tool_calls is False
+    messages: Any = bench.anthropic().messages
+    given = {"model": "m", "max_tokens": 20}
+    tools = [{"name": "guess", "input_schema": TOOL["parameters"]}]
+    for choice in (
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": "guess"},
+    ):
+        asked = [{"role": "user", "content": choice["type"]}]
+        await messages.create(**given, messages=asked, tools=tools, tool_choice=choice)
+    found = bench.sampler.asked
+    assert [each.json_schema for each in found] == [FOUND, None, None, None]
+    choices = [getattr(each.tool_choice, "function", each.tool_choice) for each in found]
+    assert [getattr(each, "name", each) for each in choices] == [
+        *("auto", "guess", "required", "guess")
+    ]
+    assert [each.parallel_tool_calls for each in found] == [True, False, False, True]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        ({"enum": ["x" * 70_000]}, "the schema of the answer has 70014 bytes as JSON, expected at"),
+        (nested(40), "the schema of the answer is nested deeper than 32 levels"),
+        ({"type": "string", "maxLength": 10**6}, "has maxLength 1000000, expected at most 100"),
+        ({"properties": {"a": {"minItems": 1e9}}}, "has minItems 1000000000.0, expected at most"),
+        ({"pattern": "a" * 201}, "has a pattern of 201 characters, expected at most 200"),
+        ({"pattern": "((a{9}){9}){9}"}, "with the counted repetition '{9}', expected none"),
+        ({"patternProperties": {"^a{1,5}$": True}}, "with the counted repetition '{1,5}'"),
+        (
+            {"properties": {f"k{number}": {"type": "string"} for number in range(300)}},
+            "has 300 properties, expected at most 100",
+        ),
+        (
+            {"properties": {f"k{number}": {"maxLength": 100} for number in range(11)}},
+            "has lengths and counts (maxLength and the like) of 1100 together, expected at most",
+        ),
+    ],
+    ids=[
+        *("bytes", "depth", "length", "items", "pattern", "repetition", "names", "properties"),
+        "sum",
+    ],
+)
+async def test_a_schema_that_would_take_long_to_compile_is_refused(
+    refusing: Bench, schema: dict[str, Any], sentence: str
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+    limit = {"type": "json_schema", "json_schema": {"schema": schema}}
+    answer = await refusing.post("/v1/chat/completions", {**body, "response_format": limit})
+    assert answer.status_code == 422 and sentence in answer.json()["detail"], answer.text
+    function = {"name": "f", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    forced = {**body, "tools": tools, "tool_choice": "required"}
+    assert (await refusing.post("/v1/chat/completions", forced)).status_code == 422
     assert not refusing.sampler.asked
 
 
@@ -448,12 +565,6 @@ async def test_a_key_reaches_no_other_session_by_two_headers(bench: Bench) -> No
 async def test_what_only_looks_like_a_sessions_key_is_stopped_at_the_gate(bench: Bench) -> None:
     answer = await bench.post("/v1/messages", {"no": 1}, authorization="Bearer sk-hone-x")
     assert answer.status_code == 410, "before the body is read"
-
-
-async def test_without_a_session_a_call_of_agents_apis_is_refused(bench: Bench) -> None:
-    for path in ("/v1/responses", "/v1/messages"):
-        answer = await bench.post(path, {"model": "m"}, authorization=f"Bearer {TOKEN}")
-        assert answer.status_code == 404 and "names no session" in answer.json()["detail"]
 
 
 async def test_a_prompt_that_gives_no_tokens_is_the_agents_fault(bench: Bench) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2 as httpx
 import openai
 import pytest
@@ -319,6 +320,13 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
         choices = [{"index": 0, "message": said}]
         return JSONResponse({"object": "chat.completion", "choices": choices})
 
+    @app.post("/v1/responses", response_model=None)
+    @app.post("/v1/messages", response_model=None)
+    async def other(request: Request) -> JSONResponse:
+        model = (await request.json())["model"]
+        said = [{"type": "text", "text": f"{request.url.path} of {model}"}]
+        return JSONResponse({"id": "1", "object": "response", "output": [], "content": said})
+
     assert [model.id async for model in client.models.list()] == ["owner/model", "policy", "sums-1"]
     assert (await client.models.retrieve("owner/model")).id == "owner/model"
     with pytest.raises(openai.NotFoundError, match="'sums-2' is not served now"):
@@ -333,6 +341,13 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
     stack.fakes.serving = stack.fakes.serving.model_copy(update={"job_id": "sums-2"})
     answer = await client.chat.completions.create(model="sums-2", messages=hello)
     assert answer.choices[0].message.content == "policy says hello", "the job trains all weights"
+    assert (await client.responses.create(model="policy", input="hello")).id == "1"
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=stack.app))
+    claude = anthropic.AsyncAnthropic(base_url="http://localhost", api_key="a", http_client=http)
+    message = await claude.messages.create(model="sums-2", messages=hello, max_tokens=9)
+    assert message.content[0].text == "/v1/messages of policy"  # pyright: ignore
+    message = await claude.beta.messages.create(model="policy", messages=hello, max_tokens=9)
+    assert message.content[0].text == "/v1/messages of policy"  # pyright: ignore
     assert [model.id async for model in client.models.list()][-1] == "sums-2"
 
 

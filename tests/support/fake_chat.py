@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.rollout.engine import Adapter
+from services.rollout.engine import Adapter, Constraint
 from shared.wire import ChatRequest, FinishReason, Message, Rollout, Span
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
@@ -92,6 +92,9 @@ class FakeChat:
 
     def special_text(self, token_id: int) -> str:
         return next((text for text, id in SPECIAL.items() if id == token_id), "")
+
+    async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
+        return {"json": request.json_schema}
 
     async def parsed(
         self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]

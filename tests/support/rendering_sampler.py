@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from deploy.tool_model import END, make_tokenizer
 from services.orchestrator.extensions.agents.sessions import Session, Sessions
+from services.rollout.engine import Constraint
 from services.rollout.groups import sampled_group
 from services.rollout.running import Running
 from shared.errors import HoneError
@@ -70,6 +71,7 @@ class RenderingSampler:
     template: str | None = None
     max_model_len: int = 400
     asked: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
+    constraints: list[ChatRequest] = field(default_factory=list[ChatRequest])
 
     def __post_init__(self) -> None:
         self.tokenizer = make_tokenizer()
@@ -160,6 +162,11 @@ class RenderingSampler:
     def special_text(self, token_id: int) -> str:
         token = self.tokenizer.added_tokens_decoder.get(token_id)
         return str(token) if token is not None and token.special else ""
+
+    async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
+        """Returns what the request asks for: no token is limited here."""
+        self.constraints.append(request)
+        return {"json": request.json_schema or {}}
 
     async def parsed(
         self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]

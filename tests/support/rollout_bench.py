@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
-from services.rollout.engine import Adapter, BadPrompt, PauseMode
+from services.rollout.engine import Adapter, BadPrompt, Constraint, PauseMode
 from services.rollout.running import label, spans
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import LoadedAdapters
@@ -128,6 +128,7 @@ class FakeEngine:
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
         num_top: int = 0,
+        constraint: Constraint | None = None,
     ) -> tuple[Rollout, ...]:
         one = Rollout(
             text=adapter.name if adapter else salt,

@@ -3,12 +3,16 @@ parser, beside transformers' rendering of the same messages. One engine start.""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import anthropic
 import httpx2 as httpx
+import openai
 import pytest
 
 from deploy.tool_model import HEAD, NUMBERS, TAIL, make_tool_model
@@ -212,3 +216,132 @@ async def test_a_session_is_a_row_as_transformers_renders_it_with_its_log_probs(
     own = reference_logprobs(model, ids, start)
     for logprob, theirs, is_sampled in zip(rollout.logprobs, own, rollout.sampled, strict=True):
         assert logprob == (pytest.approx(theirs, abs=1e-3) if is_sampled else 0)
+
+
+async def test_without_a_session_vllm_answers_responses_and_messages(service: Running) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        answer = await client.responses.create(
+            model="policy", input="Guess.", max_output_tokens=8, temperature=0
+        )
+    assert answer.usage and 0 < answer.usage.output_tokens <= 8
+    async with anthropic.AsyncAnthropic(base_url=service.url, api_key="none") as claude:
+        asked: Any = [{"role": "user", "content": "Guess."}]
+        message = await claude.messages.create(
+            model="policy", messages=asked, max_tokens=8, extra_body={"temperature": 0}
+        )
+    assert 0 < message.usage.output_tokens <= 8 and message.content[0].type == "text"
+    assert message.content[0].text == answer.output_text != ""
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"why": {"type": "string", "maxLength": 5}, "number": {"type": "integer"}},
+    "required": ["why", "number"],
+    "additionalProperties": False,
+}
+OTHER = {"type": "function", "function": {"name": "give_up", "parameters": {"type": "object"}}}
+
+
+def trainers_logprobs(model: Path, prompt: Sequence[int], rollout: Rollout) -> list[float]:
+    """Returns what the trainer's head computes for the tokens of a rollout, over `kept_ids`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from services.trainer.learning.head import CandidateTokens
+    from services.trainer.learning.policy import chunk_logprobs
+
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens_T = torch.tensor([*prompt, *rollout.token_ids])
+    first = len(prompt)
+    counts = list(rollout.kept_counts) or [0] * len(rollout.token_ids)
+    kept = CandidateTokens.of(list(rollout.kept_ids), counts)
+    with torch.no_grad():
+        hidden_TH = network.model(tokens_T[None]).last_hidden_state[0]
+        found, _ = chunk_logprobs(
+            network.lm_head, hidden_TH[first - 1 : -1], tokens_T[first:], 1.0, kept
+        )
+    return found.tolist()
+
+
+def assert_trained_as_sampled(model: Path, group: RolloutGroup) -> None:
+    for rollout in group.rollouts:
+        assert len(rollout.kept_counts) == len(rollout.token_ids) and 0 not in rollout.kept_counts
+        found = trainers_logprobs(model, group.prompt_token_ids, rollout)
+        assert list(rollout.logprobs) == pytest.approx(found, abs=1e-4)
+
+
+async def test_forced_calls_are_sampled_from_what_the_trainer_trains(
+    client: Client, model: Path
+) -> None:
+    asked = {"prompt_token_ids": None, "prompt": ASKED, "tools": (TOOL, OTHER)}
+    many = Sampling(n=16, max_tokens=60)
+    free, required, named = await asyncio.gather(
+        generate(client, **asked, sampling=many),
+        generate(client, **asked, tool_choice="required", sampling=many),
+        generate(
+            client,
+            **asked,
+            tool_choice={"type": "function", "function": {"name": "guess"}},
+            parallel_tool_calls=False,
+            sampling=Sampling(n=16, max_tokens=60, top_k=3),
+        ),
+    )
+    assert not any(len(rollout.kept_counts) for rollout in free.rollouts)
+    assert_sampled_by(model, free)
+    assert_trained_as_sampled(model, required)
+    assert_trained_as_sampled(model, named)
+    ended = [rollout for rollout in required.rollouts if rollout.finish_reason == "stop"]
+    assert ended and all(calls(rollout) for rollout in ended)
+    counts = [max(rollout.kept_counts) for rollout in named.rollouts]
+    assert max(counts) <= 33, "the model's 32 numbers are equally likely, so all are among the 3"
+    ended = [rollout for rollout in named.rollouts if rollout.finish_reason == "stop"]
+    assert ended and {len(calls(rollout)) for rollout in ended} == {1}
+    assert {calls(rollout)[0]["function"]["name"] for rollout in ended} == {"guess"}
+    first = len(required.prompt_token_ids)
+    whole = [
+        reference_logprobs(model, [*required.prompt_token_ids, *rollout.token_ids], first)
+        for rollout in required.rollouts
+    ]
+    own = [list(rollout.logprobs) for rollout in required.rollouts]
+    assert (
+        max(a - b for x, y in zip(own, whole, strict=True) for a, b in zip(x, y, strict=True))
+        > 1e-2
+    )
+
+
+async def test_a_session_with_schemas_and_forced_calls_is_recorded_with_their_masks(
+    client: Client, model: Path
+) -> None:
+    job = job_of_agents(sampling={"group_size": 2, "max_tokens": 400})
+    sampling = Sampling(max_tokens=400, seed=5)
+    session = Sessions().open(
+        cast(Any, OneSampler(client)), job, id="s:1", min_version=0, sampling=sampling
+    )
+    messages: list[Message] = [*ASKED]
+    limits: list[dict[str, Any]] = [{}, {"tool_choice": "required"}, {"json_schema": SCHEMA}]
+    answers = []
+    for limit in limits:
+        given = {"tools": (TOOL,), "tool_choice": "none", **limit}
+        request = ChatRequest(messages=tuple(messages), max_tokens=60, **given)
+        answer = await session.answer(request, key=None, again=False)
+        answers.append(answer)
+        messages.append(answer.message)
+        found = answer.message.get("tool_calls") or ()
+        messages += [
+            {"role": "tool", "tool_call_id": each["id"], "content": "higher"} for each in found
+        ]
+        messages += [] if found else [{"role": "user", "content": "Guess."}]
+    assert answers[1].message["tool_calls"]
+    if answers[2].rollout.finish_reason == "stop":
+        said = json.loads(str(answers[2].message["content"]))
+        assert set(said) == {"why", "number"} and len(said["why"]) <= 5
+    group = session.rollout()
+    (rollout,) = group.rollouts
+    assert rollout.branches == ()
+    starts = list(rollout.turns)
+    for first, answer, limit in zip(starts, answers, limits, strict=True):
+        counts = list(rollout.kept_counts)[first : first + len(answer.rollout.token_ids)]
+        assert (0 not in counts) if limit else not any(counts)
+    found = trainers_logprobs(model, group.prompt_token_ids, rollout)
+    for logprob, own, is_sampled in zip(rollout.logprobs, found, rollout.sampled, strict=True):
+        assert logprob == (pytest.approx(own, abs=1e-3) if is_sampled else 0)

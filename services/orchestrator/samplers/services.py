@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from services.orchestrator.samplers.clients import RewardClient, TrainerClient
 from services.orchestrator.samplers.discovery import (
@@ -40,6 +40,7 @@ from shared.wire import (
     Sampling,
     ServingWeights,
     SleepRequest,
+    ToolChoice,
     VersionInfo,
 )
 from shared.wire.packed import TokenIds
@@ -161,7 +162,9 @@ class JobSamplers:
         tools: tuple[dict[str, Any], ...],
         known: Known | None,
         sampling: Sampling,
-        tool_choice: Literal["auto", "none"] = "auto",
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        json_schema: dict[str, Any] | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> RolloutGroup:
         """Returns the answer to a conversation of which `known` are the tokens so far, as a group
@@ -172,6 +175,8 @@ class JobSamplers:
             prompt=messages,
             tools=tools,
             tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            json_schema=json_schema,
             known=known,
             template_args={**self.caller.job.sampling.template_args, **(template_args or {})},
             deadline_s=self.caller.settings.generate_deadline_s,

@@ -16,6 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.rollout.on_vllm.inside_executors import (
+    ConstraintMaskingScheduler,
     InProcessExecutor,
     MaskingScheduler,
     ProcessPerDeviceExecutor,
@@ -81,6 +82,8 @@ def engine_args(
     )
     if spec.sampling_masks:
         ask_for_masks(args)
+    elif gives_masks(spec, settings):
+        args.scheduler_cls = ConstraintMaskingScheduler
     if current_platform.is_cpu():
         args.enforce_eager = True
         args.max_num_seqs = settings.max_num_seqs or CPU_SEQUENCES
@@ -137,6 +140,12 @@ def takes_adapters(args: AsyncEngineArgs) -> bool:
 def can_sleep(settings: Settings) -> bool:
     """Returns whether vLLM allocates its memory so that it can free it again."""
     return settings.sleep_mode or settings.colocate
+
+
+def gives_masks(spec: EngineSpec, settings: Settings) -> bool:
+    """Returns whether the engine says which tokens a constraint allowed. On a CPU that costs
+    nothing without constraints; on a GPU vLLM samples all requests another way then."""
+    return spec.sampling_masks or (current_platform.is_cpu() and settings.tensor_parallel_size == 1)
 
 
 def ask_for_masks(args: AsyncEngineArgs) -> None:

@@ -30,11 +30,11 @@ from vllm.exceptions import VLLMClientError
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from services.rollout.engine import Adapter, BadPrompt, failed_rollout
+from services.rollout.engine import Adapter, BadPrompt, Constraint, failed_rollout
 from services.rollout.running import spans
 from shared.errors import BadRequest, Failed, NotFound
 from shared.host.logs import get_logger
@@ -46,6 +46,9 @@ NUMBER = "#"
 
 PARAMS = SamplingParams()
 
+CONSTRAINTS = ("json", "json_object", "structural_tag")
+"""Fields of vLLM's StructuredOutputsParams that schemas and forced calls come to."""
+
 
 def lora_request(adapter: Adapter) -> LoRARequest:
     """Returns the adapter as vLLM takes it. vLLM keys cached prefixes by this name."""
@@ -53,7 +56,9 @@ def lora_request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(name, adapter.number, str(adapter.folder))
 
 
-def sampling_params(sampling: Sampling, num_top: int = 0) -> SamplingParams:
+def sampling_params(
+    sampling: Sampling, num_top: int = 0, constraint: Constraint | None = None
+) -> SamplingParams:
     """Returns vLLM's parameters, with the log-prob of each sampled token and of the `num_top`
     likeliest. Flat log-probs are lists, and not one object per token."""
     return SamplingParams(
@@ -68,6 +73,7 @@ def sampling_params(sampling: Sampling, num_top: int = 0) -> SamplingParams:
         seed=sampling.seed,
         logprobs=num_top,
         flat_logprobs=True,
+        structured_outputs=StructuredOutputsParams(**constraint) if constraint else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -243,6 +249,28 @@ class VllmChat:
         self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]
     ) -> list[Message]:
         """Returns what vLLM's own route would answer with these completions."""
+        asked = await self._adjusted(request, prompt_token_ids)
+        if not request.is_constrained:
+            _refuse_limits(asked)
+        return [await self._parsed(asked, prompt_token_ids, rollout) for rollout in rollouts]
+
+    async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
+        """Returns the fields of vLLM's StructuredOutputsParams: by the tool parser's own syntax of
+        a call where vLLM knows it, else by JSON."""
+        asked = await self._adjusted(request, prompt_token_ids)
+        found = asked.extract_structured_outputs()
+        if found is None:
+            raise BadRequest(
+                "the sampler's parser of tools (HONE_TOOL_PARSER) cannot force a call or limit "
+                'their number; expected \'tool_choice\' "auto" or "none"'
+            )
+        given = {name: getattr(found, name) for name in CONSTRAINTS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    async def _adjusted(
+        self, request: ChatRequest, prompt_token_ids: list[int]
+    ) -> ChatCompletionRequest:
+        """Returns vLLM's request, as rendering has let the parsers change it."""
         kept = {"prompt_token_ids": prompt_token_ids}
         asked = self._vllm_request(request, request.messages, kv_transfer_params=kept)
         try:
@@ -251,8 +279,7 @@ class VllmChat:
             raise BadRequest(f"vLLM refuses the request: {error}") from error
         if isinstance(rendered, ErrorResponse):
             raise _error(rendered)
-        _refuse_limits(asked)  # rendering has let the parsers change `asked`
-        return [await self._parsed(asked, prompt_token_ids, rollout) for rollout in rollouts]
+        return asked
 
     async def _parsed(
         self, asked: ChatCompletionRequest, prompt_token_ids: list[int], rollout: Rollout
@@ -321,7 +348,12 @@ class VllmChat:
                 'HONE_TOOL_PARSER to name one (such as "hermes"), or '
                 "'tool_choice' \"none\", which leaves calls in the text"
             )
-        given = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
+        given = request.model_dump(
+            mode="json", exclude_none=True, exclude={"messages", "json_schema"}
+        )
+        if request.json_schema is not None:
+            schema = {"name": "answer", "schema": request.json_schema}
+            given["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
             return ChatCall.model_validate({**given, "messages": messages, **options})
         except (ValidationError, VLLMClientError) as error:

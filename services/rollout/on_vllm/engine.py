@@ -24,12 +24,13 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import Adapter, BadPrompt, Chat, PauseMode
+from services.rollout.engine import Adapter, BadPrompt, Chat, Constraint, PauseMode
 from services.rollout.groups import answer_ids
 from services.rollout.on_vllm.arguments import (
     can_sleep,
     end_ids,
     engine_args,
+    gives_masks,
     load_tokenizer,
     start,
 )
@@ -49,6 +50,7 @@ from services.rollout.running import label
 from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
 from shared.host.processes import run_in_thread
+from shared.job.sampling import MAX_KEPT
 from shared.settings import Settings
 from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire import (
@@ -68,6 +70,12 @@ R = TypeVar("R")
 
 STOP_S = 15.0
 """Seconds for an engine to end in order. It takes a second or two, and ten on a busy machine."""
+
+NO_MASKS = (
+    "a forced call of a tool, 'parallel_tool_calls' false and a schema limit which tokens can be "
+    "sampled, and this sampler's engine does not say which these are: on a GPU it does for a job "
+    f"with sampling.top_k (1 to {MAX_KEPT}), and on a CPU with HONE_TENSOR_PARALLEL_SIZE 1"
+)
 
 AHEAD = -1
 """vLLM's priority for the canary, ahead of all samples."""
@@ -151,20 +159,24 @@ class VllmEngine:
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
         num_top: int = 0,
+        constraint: Constraint | None = None,
     ) -> tuple[Rollout, ...]:
         """Returns the completions `[G]`, as one request of n: n requests cost 15 % more. A request
         keeps its adapter from its first token to its last."""
+        if constraint is not None:
+            sampling = self._bounded(sampling)
         name = next(self._request_ids)
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
-            params = sampling_params(sampling, num_top)
+            params = sampling_params(sampling, num_top, constraint)
             params.detokenize = bool(sampling.stop)
             output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
-        masked = self._spec.sampling_masks and sampling.truncates
+        has_masks = self._spec.sampling_masks or constraint is not None
+        masked = has_masks and sampling.truncates
         rollouts: list[Rollout] = []
         for one in output.outputs:
             if not params.detokenize:
@@ -172,6 +184,14 @@ class VllmEngine:
                 await asyncio.sleep(0)  # long texts take milliseconds each
             rollouts.append(rollout(one, owner, adapter, ended_s, masked=masked, num_top=num_top))
         return tuple(rollouts)
+
+    def _bounded(self, sampling: Sampling) -> Sampling:
+        """Returns the sampling with a top_k that bounds the masks. Raises BadRequest if the engine
+        has no masks, without which the trainer could not compute the same distribution. Greedy
+        sampling needs none."""
+        if sampling.temperature > 0 and not gives_masks(self._spec, self._settings):
+            raise BadRequest(NO_MASKS)
+        return sampling.model_copy(update={"top_k": min(sampling.top_k or MAX_KEPT, MAX_KEPT)})
 
     def _text_of(self, prompt_token_ids: list[int], completion: CompletionOutput) -> str:
         stopped = completion.finish_reason == "stop"

@@ -51,6 +51,11 @@ class MaskingScheduler(Scheduler):
         self.return_sampling_mask = True
 
 
+class ConstraintMaskingScheduler(MaskingScheduler):
+    """Passes on the masks of steps in which the answer of some request is constrained. All others
+    are drawn from the whole vocabulary, and their masks would be empty."""
+
+
 class InProcessExecutor(UniProcExecutor):
     """Runs the model in the engine process. With a `MaskingScheduler` it adds the masks to the
     output."""
@@ -62,15 +67,20 @@ class InProcessExecutor(UniProcExecutor):
             sampler: Any = vllm_sampler
             sampler.batched_count_greater_than = count_at_least
         super()._init_executor()
-        if self.vllm_config.scheduler_config.scheduler_cls is MaskingScheduler:
+        if self._masking in (MaskingScheduler, ConstraintMaskingScheduler):
             sampler = self.driver_worker.model_runner.sampler.topk_topp_sampler
             self._masks = sampler.forward = Masks(sampler)
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def _masking(self) -> Any:
+        return self.vllm_config.scheduler_config.scheduler_cls
+
+    def sample_tokens(self, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._masks is None:
-            return super().sample_tokens(*args, **kwargs)
+            return super().sample_tokens(grammar_output, *args, **kwargs)
+        self._masks.wanted = self._masking is MaskingScheduler or grammar_output is not None
         self._masks.kept_BV = None  # from another step, or from vLLM's warm-up
-        output: Any = super().sample_tokens(*args, **kwargs)
+        output: Any = super().sample_tokens(grammar_output, *args, **kwargs)
         if output is not None:
             output.sampling_masks = self._masks.lists()
         return output
@@ -86,6 +96,7 @@ class Masks:
 
     def __init__(self, sampler: Any) -> None:
         self._forward = sampler.forward
+        self.wanted = True
         self.kept_BV: Tensor | None = None
 
     def __call__(
@@ -94,12 +105,14 @@ class Masks:
         """Returns the sampled tokens and the log-probs of all tokens. The log-prob is -inf for a
         token that could not be sampled, whether it was cut off here or before (min-p)."""
         tokens_B, logprobs_BV = self._forward(logits, generators, k, p)
-        self.kept_BV = logprobs_BV > -torch.inf
+        if self.wanted:
+            self.kept_BV = logprobs_BV > -torch.inf
         return tokens_B, logprobs_BV
 
     def lists(self) -> SamplingMaskLists | None:
         """Returns for each row of the step the tokens that it was drawn from; no tokens for a row
-        drawn from the whole vocabulary, and None for a step that drew nothing."""
+        drawn from the whole vocabulary, and None for a step that drew nothing, or whose masks are
+        not wanted."""
         if self.kept_BV is None:
             return None
         kept_BV = self.kept_BV & ~self.kept_BV.all(1, keepdim=True)

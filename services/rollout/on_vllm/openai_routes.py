@@ -1,5 +1,6 @@
-"""OpenAI's `/models`, `/completions` and `/chat/completions`, and what trainers ask a vLLM server,
-by vLLM's own handlers. A job's adapter is called by the job's id.
+"""OpenAI's `/models`, `/completions`, `/chat/completions` and `/responses`, Anthropic's
+`/messages`, and what trainers ask a vLLM server, by vLLM's own handlers. A job's adapter is called
+by the job's id.
 
 The app has these routes only. vLLM's own server has some eighty, and some of them put the engine to
 sleep, load adapters or reset caches: those are Hone's own (`services/rollout/rl_routes.py`).
@@ -14,6 +15,8 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.anthropic.api_router import create_messages
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import create_completion
@@ -21,6 +24,8 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import show_available_models
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.api_router import create_responses
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.rl.online.api_router import get_world_size
 from vllm.entrypoints.scale_out.token_in_token_out.api_router import generate
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
@@ -134,6 +139,17 @@ def openai_app(
         enable_prompt_tokens_details=True,
         **chat,
     )
+    app.state.openai_serving_responses = OpenAIServingResponses(
+        engine, models, renderer, enable_prompt_tokens_details=True, **chat
+    )
+    app.state.anthropic_serving_messages = AnthropicServingMessages(
+        engine,
+        models,
+        "assistant",
+        online_renderer=renderer,
+        enable_prompt_tokens_details=True,
+        **chat,
+    )
     app.state.engine_client, app.state.vllm_config = engine, engine.vllm_config
     derenderer: dict[str, Any] = {}
     if "online_derenderer" in inspect.signature(ServingTokens).parameters:  # vLLM 0.32 lacks it
@@ -150,6 +166,8 @@ def openai_app(
     app.add_api_route(
         "/chat/completions", _chat_completion, methods=["POST"], dependencies=json_only
     )
+    app.add_api_route("/responses", create_responses, methods=["POST"], dependencies=json_only)
+    app.add_api_route("/messages", create_messages, methods=["POST"], dependencies=json_only)
     app.add_api_route("/inference/v1/generate", generate, methods=["POST"], dependencies=json_only)
     app.add_api_route("/get_world_size", get_world_size, methods=["GET"])
     app.add_api_route("/server_info", show_server_info, methods=["GET"])

@@ -259,6 +259,7 @@ async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off
     with pytest.raises(BadRequest, match="has all of its 6 tokens") as refused:
         await agent.say(user("Continue."))
     assert refused.value.code == "context_length_exceeded" and agent.session.is_full
+    assert "This model's maximum context length is 6 tokens" in refused.value.detail
     (rollout,) = agent.session.rollout().rollouts
     assert (rollout.finish_reason, rollout.info["ended"]) == ("length", "max_tokens")
 

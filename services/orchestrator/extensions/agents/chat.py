@@ -14,8 +14,10 @@ from services.orchestrator.extensions.agents.dialect import (
     check_fields,
     event,
     function,
+    json_schema,
     listed,
     logprobs_of,
+    parallel_calls,
     stops,
     table,
     tool_choice,
@@ -28,7 +30,11 @@ from shared.errors import BadRequest
 OF_CHAT = {
     *("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
     *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids"),
+    *("parallel_tool_calls", "response_format"),
 }
+
+CHOICES = {name: name for name in ("auto", "none", "required")}
+"""OpenAI's words for a choice of tools."""
 
 OF_COMPLETIONS = {"prompt", "max_tokens", "stop", "stop_token_ids"}
 
@@ -42,7 +48,9 @@ def read_chat(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     return chat_turn(
         messages=[_message(each) for each in listed(body, "messages")],
         tools=[_tool(each) for each in listed(body, "tools")],
-        tool_choice=tool_choice(body.get("tool_choice"), {"auto": "auto", "none": "none"}),
+        tool_choice=tool_choice(body.get("tool_choice"), CHOICES, "function"),
+        parallel_tool_calls=parallel_calls(body),
+        json_schema=json_schema(body.get("response_format"), "'response_format'"),
         chat_template_kwargs=args,
         max_tokens=body.get("max_tokens") if most is None else most,
         stop=stops(body),

@@ -30,13 +30,10 @@ CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
-    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "prompt_logprobs": (0,),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "text": ({}, {"format": {"type": "text"}}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -56,9 +53,6 @@ the job's: training computes the same distribution again."""
 
 REASONS = {
     "n": "a conversation has one answer per turn; ask again for another one",
-    "response_format": "formats limit which tokens can be sampled, and training cannot know that",
-    "text": "formats limit which tokens can be sampled, and training cannot know that",
-    "parallel_tool_calls": "nothing keeps the model from several calls in one answer",
     "top_logprobs": "only the sampled tokens' log-probs are known",
 }
 EMPTY = (None, [], (), {}, "")
@@ -108,17 +102,47 @@ def chat_turn(**fields: Any) -> tuple[TurnRequest, Limits]:
     return Session.asked(request)
 
 
-def tool_choice(value: Any, names: Mapping[str, str]) -> str:
-    """Returns "auto" or "none". Raises BadRequest for a choice that forces a call."""
+def tool_choice(value: Any, names: Mapping[str, str], named: str) -> Any:
+    """Returns the choice in the shape of chat completions. `names` are the dialect's words for
+    "auto", "none" and "required", and `named` is the type of a choice that names a tool. Raises
+    BadRequest for any other choice."""
     kind = value.get("type") if isinstance(value, dict) else value
     if kind is None:
         return "auto"
+    if isinstance(value, dict) and kind == named:
+        inner = value.get("function")
+        name = (inner if isinstance(inner, dict) else value).get("name")
+        return {"type": "function", "function": {"name": name}}
     if not isinstance(kind, str) or kind not in names:
+        expected = ", ".join(map(repr, names))
         raise BadRequest(
-            f"'tool_choice' is {value!r:.80}; expected one of {', '.join(map(repr, names))}: a "
-            "forced call limits which tokens can be sampled, and training cannot know that"
+            f"'tool_choice' is {value!r:.80}; expected one of {expected}, or one of type {named!r} "
+            "with the name of a tool"
         )
     return names[kind]
+
+
+def json_schema(given: Any, where: str) -> dict[str, Any] | None:
+    """Returns the JSON Schema of a format, OpenAI's or Anthropic's; None: any text. Raises
+    BadRequest for another format."""
+    if given is None or given == {} or given == {"type": "text"}:
+        return None
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    inner = given.get("json_schema", given) if kind == "json_schema" else None
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict) or not schema:
+        raise BadRequest(
+            f"{where} is {given!r:.80}; expected a 'type' of 'text', 'json_object', or "
+            "'json_schema' with a 'schema' that is an object and not empty"
+        )
+    return schema
+
+
+def parallel_calls(body: Body) -> bool:
+    """Returns whether an answer may have several calls of tools."""
+    return body.get("parallel_tool_calls") is not False or not body.get("tools")
 
 
 def function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:

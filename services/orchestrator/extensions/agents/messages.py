@@ -14,8 +14,10 @@ from services.orchestrator.extensions.agents.dialect import (
     check_fields,
     event,
     function,
+    json_schema,
     listed,
     stops,
+    table,
     text,
     tool_choice,
 )
@@ -29,7 +31,7 @@ KNOWN = {
     *("thinking", "betas", "context_management", "output_config", "container", "speed"),
 }
 
-CHOICES = {"auto": "auto", "none": "none"}
+CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 THOUGHTS = ("thinking", "redacted_thinking")
 
@@ -39,18 +41,17 @@ UNREAD = "arguments_as_text"
 
 def read(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     check_fields(body, KNOWN)
-    choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
-        raise BadRequest(
-            "'tool_choice.disable_parallel_tool_use' is true; expected false: nothing keeps the "
-            "model from several calls in one answer"
-        )
+    choice = table(body, "tool_choice")
+    is_one = bool(choice.get("disable_parallel_tool_use") and body.get("tools"))
+    limited = table(body, "output_config").get("format")
     system = text(body.get("system"), "'system'")
     messages = [each for given in listed(body, "messages") for each in _messages(given)]
     return chat_turn(
         messages=[{"role": "system", "content": system}, *messages] if system else messages,
         tools=[_tool(each) for each in listed(body, "tools")],
-        tool_choice=tool_choice(choice, CHOICES),
+        tool_choice=tool_choice(choice, CHOICES, "tool"),
+        parallel_tool_calls=not is_one,
+        json_schema=json_schema(limited, "'output_config.format'"),
         max_tokens=body.get("max_tokens"),
         stop=stops(body, "stop_sequences"),
     )

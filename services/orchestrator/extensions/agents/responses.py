@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from services.orchestrator.extensions.agents.chat import CHOICES
 from services.orchestrator.extensions.agents.dialect import (
     Body,
     Dialect,
@@ -13,7 +14,9 @@ from services.orchestrator.extensions.agents.dialect import (
     check_fields,
     event,
     function,
+    json_schema,
     listed,
+    parallel_calls,
     table,
     text,
     tool_choice,
@@ -26,9 +29,8 @@ from shared.wire import Message
 KNOWN = {
     *("input", "instructions", "tools", "tool_choice", "max_output_tokens", "reasoning"),
     *("previous_response_id", "chat_template_kwargs", "client_metadata"),
+    *("parallel_tool_calls", "text"),
 }
-
-CHOICES = {"auto": "auto", "none": "none"}
 
 
 def read(body: Body, session: Session) -> tuple[TurnRequest, Limits]:
@@ -46,7 +48,9 @@ def read(body: Body, session: Session) -> tuple[TurnRequest, Limits]:
     return chat_turn(
         messages=[*head, *_earlier(body, session), *_messages(items)],
         tools=[_tool(each) for each in listed(body, "tools")],
-        tool_choice=tool_choice(body.get("tool_choice"), CHOICES),
+        tool_choice=tool_choice(body.get("tool_choice"), CHOICES, "function"),
+        parallel_tool_calls=parallel_calls(body),
+        json_schema=json_schema(table(body, "text").get("format"), "'text.format'"),
         chat_template_kwargs=args,
         max_tokens=body.get("max_output_tokens"),
     )
@@ -123,7 +127,7 @@ def answer_body(answer: Answer, asked: Body) -> dict[str, Any]:
         "metadata": asked.get("metadata") or {},
         "model": str(asked.get("model") or "policy"),
         "output": _output(answer),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
         "previous_response_id": asked.get("previous_response_id"),
         "tool_choice": asked.get("tool_choice") or "auto",
         "tools": asked.get("tools") or [],

@@ -136,8 +136,6 @@ def add_routes(service: Service, sessions: Sessions) -> None:
     also pass calls on to samplers."""
     for dialect in DIALECTS.values():
         _add_named(service, sessions, dialect)
-    for dialect in (RESPONSES, MESSAGES):
-        _add_keyed(service, sessions, dialect)
     _add_record(service, sessions)
     service.gauge("sessions", "Sessions of agents that are open").set_function(
         lambda: len(sessions)
@@ -179,19 +177,6 @@ def _add_named(service: Service, sessions: Sessions, dialect: Dialect) -> None:
         return await answer_turn(request, found, dialect)
 
     add_post(service, NAMED + dialect.path, turn)
-
-
-def _add_keyed(service: Service, sessions: Sessions, dialect: Dialect) -> None:
-    async def turn(request: Request, beta: bool | None = None) -> Response:
-        """A turn of the session that the call names."""
-        if found := session_of(request, sessions):
-            return await answer_turn(request, found, dialect)
-        raise NotFound(
-            f"POST {dialect.path} names no session; expected the key of one as API key, or its "
-            f"name in X-Hone-Session or in the path, /sessions/<name>{dialect.path}"
-        )
-
-    add_post(service, dialect.path, turn)
 
 
 def add_post(service: Service, path: str, handler: Any) -> None:

@@ -144,6 +144,8 @@ class Session:
             messages=messages,
             tools=request.tools or (),
             tool_choice=request.tool_choice or "auto",
+            parallel_tool_calls=request.parallel_tool_calls,
+            json_schema=request.json_schema,
             template_args=request.chat_template_kwargs or {},
         )
         stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
@@ -330,6 +332,8 @@ class Session:
             key=key,
             tools=asked.tools,
             tool_choice=asked.tool_choice,
+            parallel_tool_calls=asked.parallel_tool_calls,
+            json_schema=asked.json_schema,
             template_args=asked.template_args,
             known=parent and parent.known,
             sampling=sampling,
@@ -350,7 +354,12 @@ class Session:
         """Notes that the rollout is cut off unless another answer follows."""
         self._full = ended
         # 400, as OpenAI's API answers: agents know it by that and the code
-        return Malformed(f"session {self.id!r} has no room for another answer: {why}", code=FULL)
+        # the words of OpenAI's and vLLM's, by which litellm and others know it too
+        return Malformed(
+            f"This model's maximum context length is {self._sampling.max_tokens} tokens after the "
+            f"prompt in session {self.id!r}, which has no room for another answer: {why}",
+            code=FULL,
+        )
 
 
 class _Stopwatch:

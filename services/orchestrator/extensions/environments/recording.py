@@ -20,9 +20,18 @@ import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from shared.wire import Branch, FinishReason, Known, Message, Rollout, RolloutGroup, Span
+from shared.wire import (
+    Branch,
+    FinishReason,
+    Known,
+    Message,
+    Rollout,
+    RolloutGroup,
+    Span,
+    ToolChoice,
+)
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -40,7 +49,9 @@ class TurnRequest:
     name: str
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    json_schema: dict[str, Any] | None = None
     template_args: dict[str, Any] = field(default_factory=dict[str, Any])
     text: str | None = None
     token_ids: tuple[int, ...] | None = None

@@ -1,6 +1,5 @@
-"""`/v1/models`, `/v1/completions`, `/v1/chat/completions` and vLLM's `/inference/v1/generate`.
-Calls are passed on unchanged to a sampler that serves the named model, unless they are turns of a
-session."""
+"""`/v1/models`, and the routes of agents' APIs (`DIALECTS`). Calls are passed on unchanged to a
+sampler that serves the named model, unless they are turns of a session."""
 
 from __future__ import annotations
 
@@ -44,8 +43,6 @@ ANSWER_S = 600.0
 STARTING = "starting"
 """Error code of a sampler whose engine is starting."""
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
-
 PASSED_ON = ("content-type",)
 """Request headers that are passed on to the sampler. The token is replaced by the stack's own."""
 
@@ -80,13 +77,13 @@ def add_routes(service: Service, settings: Settings, store: Store, sessions: Ses
             raise _not_served(model_id, served)
         return served[model_id]
 
-    async def complete(request: Request) -> Response:
+    async def complete(request: Request, beta: bool | None = None) -> Response:
         """Samples a model, as OpenAI's API does; for a session, a turn of it."""
         if session := session_of(request, sessions):
             return await answer_turn(request, session, DIALECTS[request.url.path])
         return await calls.pass_on(request)
 
-    for route in ROUTES:
+    for route in DIALECTS:
         service.body(CallRequest, "POST", route)
         app.add_api_route(
             route, complete, methods=["POST"], response_model=CallAnswer, responses=ANSWERS
