@@ -54,7 +54,7 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     )
 
 
-def test_training_problems_are_sorted_by_level_and_held_out_ones_take_levels_in_turn() -> None:
+def test_training_problems_are_sorted_by_level_and_held_out_ones_alternate() -> None:
     spec = ReasoningGymSpec(levels=(0, 1, 3), size=6, eval_size=5)
     train = ProblemSet("data.train", "t", spec, 0, is_held_out=False)
     held_out = ProblemSet("data.eval", "t", spec, 0, is_held_out=True)
