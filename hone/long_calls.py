@@ -157,7 +157,7 @@ NAME = "eval"
 """The name of a job that evaluates; `eval-demo` if it is made of a job called `demo`, so that
 `demo` is still the newest job that trained."""
 
-OF_TRAINING = ("checkpoints", "stop", "wandb", "request")
+OF_TRAINING = ("checkpoints", "stop", "wandb", "trackers", "request")
 """Sections of a job that are not taken over, because they are about its training."""
 
 

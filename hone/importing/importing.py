@@ -141,6 +141,8 @@ def _complete(draft: Draft) -> None:
     draft.set("name", short, named.origin if named else "")
     for key, (why, _) in REQUIRED.items():
         has = draft.rewards if key == "rewards" else draft.entries.get(key)
+        if key == "rewards" and "environment.kind" in draft.entries:
+            continue  # the environment has its own
         if not has and not (key == "steps" and "data.epochs" in draft.entries):
             draft.fill_in.setdefault(key, why)
     if "data.eval" not in {*draft.entries, *draft.fill_in}:

@@ -21,6 +21,32 @@ def _prompts(value: Any, values: Values) -> Any:
     return None if values.get(f"{ORCH}token_batch_size") else count
 
 
+def _environment(sources: Any, _: Values) -> Any:
+    """Returns the environment for verifiers environments, whose agents `hone work` runs."""
+    listed = sources if isinstance(sources, list) else [sources]
+    names = [name for name in map(_taskset, listed) if name]
+    if len(names) != 1:
+        raise t.NoCounterpart(f"{SEVERAL}; got {names or 'none with an id'}")
+    rows = FillIn(f"write them by `python -m hone.agents.verifiers {names[0]} > rows.jsonl`")
+    return ConvertedValue("worker", WORK.format(name=names[0])), rows
+
+
+def _taskset(source: Any) -> str | None:
+    """Returns the id of a source's verifiers environment."""
+    env = source.get("env") if isinstance(source, dict) else None
+    if not isinstance(env, dict):
+        return None
+    taskset = env.get("taskset")
+    return (taskset.get("id") if isinstance(taskset, dict) else None) or env.get("id")
+
+
+SEVERAL = "a job has the environment of one taskset; expected one source with an env.taskset.id"
+WORK = (
+    "agent.py has `from hone.agents.verifiers import environment` and `run = environment(taskset="
+    '{{"id": "{name}"}})`, and `hone work agent.py` runs it (docs/agents.md)'
+)
+
+
 def _max_model_len(value: Any, values: Values) -> Any:
     return value, None if values.get(f"{SAMPLING}max_completion_tokens") else FillIn(FIXED)
 
@@ -76,7 +102,8 @@ ckpt.keep_last=checkpoints.keep_last ckpt.keep_interval=checkpoints.keep_every
 monitors.wandb.project=wandb.project monitors.wandb.entity=wandb.entity
 monitors.wandb.tags=wandb.tags inference.vllm.tensor_parallel_size=HONE_TENSOR_PARALLEL_SIZE
 inference.vllm.gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION""",
-    "rows and rewards are inside the verifiers environment": f"{ORCH}train.source {EVAL}source",
+    _environment: f"{ORCH}train.source=environment.kind,data.train",
+    "rows are written by hone.agents.verifiers: set data.eval": f"{EVAL}source",
     "a step has a number of prompts": f"{ORCH}token_batch_size",
     "see [training]": "trainer.loss.dppo_mask_low trainer.loss.dppo_mask_high "
     "trainer.loss.adv_tau=1",
@@ -95,4 +122,6 @@ DEFAULTS = f"""seq_len=2048 {ORCH}group_size=1 {ORCH}batch_size=128 {ORCH}max_of
 {ORCH}algo.type=grpo {EVAL}interval=100 trainer.loss.type=default trainer.loss.kl_tau=1e-3
 {OPTIM}lr=1e-6 {OPTIM}weight_decay=0.01 ckpt.interval=0"""
 
-PRIME_RL = t.framework("prime-rl", TABLE, IGNORED, DEFAULTS, "", "prime_rl", "prime-rl")
+OLDER = "wandb.=monitors.wandb."
+
+PRIME_RL = t.framework("prime-rl", TABLE, IGNORED, DEFAULTS, OLDER, "prime_rl", "prime-rl")

@@ -217,7 +217,9 @@ def convert(framework: Framework, given: Values) -> Draft:
         if framework.ignores(name):
             draft.ignored.append(name)
         else:
-            draft.lacks(name, value, f"not in the table of {framework.title}")
+            is_teacher = "teacher" in name or name.startswith("distillation.")
+            why = TEACHER if is_teacher else f"not in the table of {framework.title}"
+            draft.lacks(name, value, why)
     return draft
 
 
@@ -279,12 +281,28 @@ KL_OF_TOKENS = "there the KL in the loss is a mean over tokens, here as the loss
 BATCH_STD = "there the advantages of all tokens are divided, here by the rewards' deviation"
 ACCEPTED = 'there the trainer\'s log-probs are over the whole vocabulary too, hence "accept"'
 NO_MODEL = "no reward model is hosted; the grader `score_model` asks one"
+TEACHER = (
+    "a teacher's log-probs of the sampled tokens are a reward here: see [teacher], and "
+    "HONE_TEACHER_URL for its server"
+)
+TRACKERS = ("tensorboard", "mlflow", "trackio")
+"""What `trackers` of a job may name."""
+
 NO_SIGNAL = "a group without signal is one whose rewards are all equal"
 MOST_REFILLS = 10
 
 
 def same(value: Any, _: Values) -> Any:
     return value
+
+
+def loggers(values: Values) -> list[str]:
+    """Returns the trackers that verl's `trainer.logger` names."""
+    given: Any = values.get("trainer.logger") or []
+    listed = (
+        cast(list[Any], given) if isinstance(given, list) else str(given).strip("[]").split(",")
+    )
+    return [str(each).strip(" '\"") for each in listed if each]
 
 
 def both(value: Any, _: Values) -> Any:

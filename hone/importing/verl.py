@@ -36,8 +36,31 @@ def _estimator(value: Any, values: Values) -> Any:
     )
 
 
+def _prompts(count: Any, _: Values) -> Any:
+    return count or t.FillIn("0, which takes the whole data set there; expected prompts of a step")
+
+
 def _minibatches(trained: Any, values: Values) -> Any:
-    return t.minibatches(values["data.train_batch_size"], trained, "prompts")
+    sampled = values["data.train_batch_size"]
+    return t.minibatches(sampled, trained, "prompts") if sampled else None
+
+
+def _teacher(model: Any, values: Values) -> Any:
+    return model if values.get("distillation.enabled") else None
+
+
+def _wandb(project: Any, values: Values) -> Any:
+    return project if "wandb" in t.loggers(values) else None
+
+
+def _logger(_: Any, values: Values) -> Any:
+    found = [name for name in t.TRACKERS if name in t.loggers(values)]
+    others = [
+        name for name in t.loggers(values) if name not in (*found, "console", "file", "wandb")
+    ]
+    if others:
+        raise NoCounterpart(f"the trackers here are wandb, {', '.join(t.TRACKERS)}, not {others}")
+    return found or None
 
 
 def _loss(mode: Any, values: Values) -> Any:
@@ -171,6 +194,10 @@ TABLE: dict[t.Convert | str, str] = {
     _loss: f"{LOSS}=training.loss",
     _clip_low: f"{A}clip_ratio_low=training.clip_low",
     _dual_clip: f"{A}clip_ratio_c=training.dual_clip",
+    _prompts: "data.train_batch_size=sampling.prompts_per_step",
+    _teacher: "distillation.teacher_models.teacher_model.model_path=teacher.model",
+    _wandb: "trainer.project_name=wandb.project",
+    _logger: "trainer.logger=trackers",
     _minibatches: f"{A}ppo_mini_batch_size=training.minibatches",
     _warmup: f"{OPTIM}lr_warmup_steps_ratio=training.warmup_steps",
     _schedule: f"{OPTIM}lr_scheduler_type=training.schedule,training.min_learning_rate",
@@ -182,7 +209,7 @@ TABLE: dict[t.Convert | str, str] = {
     t.only_last: "trainer.save_freq=checkpoints.every",
     t.same: f"""{M}path=model trainer.experiment_name=name {STEPS}=steps data.seed=data.shuffle_seed
 data.shuffle=data.shuffle data.apply_chat_template_kwargs=sampling.template_args
-data.train_batch_size=sampling.prompts_per_step {R}n=sampling.group_size
+{R}n=sampling.group_size
 data.max_response_length=sampling.max_tokens
 {R}response_length=sampling.max_tokens {R}temperature=sampling.temperature
 {R}full_determinism=sampling.repeatable {A}clip_ratio_high=training.clip_high
@@ -206,9 +233,8 @@ trainer.max_actor_ckpt_to_keep=checkpoints.keep_last
     "see [training]": f"algorithm.kl_ctrl.type=fixed {A}loss_scale_factor {OPTIM}num_cycles=0.5 "
     f"{OPTIM}optimizer=AdamW/adam",
     t.NO_ENTROPY: f"{A}entropy_coeff=0",
-    "see [wandb]": "trainer.logger=console/[console]/['console']",
     "see max_staleness": "trainer.v1.trainer_mode=sync",
-    "see [teacher]": "distillation.enabled=false",
+    t.TEACHER: "distillation.enabled=false",
     "a sequence is not split over GPUs": f"{A}ulysses_sequence_parallel_size=1",
     "see [evaluation]": "trainer.val_before_train=true trainer.val_only=false "
     f"{R}val_kwargs.top_p=1 {R}val_kwargs.top_k=-1/0",

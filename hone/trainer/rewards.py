@@ -3,22 +3,28 @@ classes and instances of `hone.Reward`, names of graders, grader objects."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import os
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
 
-from hone.trainer.source import instance_source, source_of
+from hone.trainer.source import callable_source, instance_source, source_of
 from shared.errors import BadRequest
 from shared.explain import elide
 from shared.rewards import Reward
 from shared.wire.rewards import reward_of
 
 SECRET_NAME, LEAST_SECRET = re.compile(r"(?i)(key|token|secret|password)$"), 12
+TRL_OVERLONG = "_SoftOverlongPunishment"
+"""The class of what TRL's `get_soft_overlong_punishment` returns. It counts token ids, which a
+reward function does not get, as the grader `overlong` does."""
+
 KEY = re.compile(r"\b(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|AKIA|AIza)[\w-]{16,}")
 """API keys as OpenAI, Anthropic, Hugging Face, GitHub, Slack, AWS and Google write them."""
 
@@ -89,6 +95,9 @@ def _table(given: Any, position: int) -> dict[str, Any]:
     if isinstance(given, Reward):
         name = type(given).__name__
         return {"function": name, "source": instance_source(given, name)}
+    if type(given).__name__ == TRL_OVERLONG and type(given).__module__.startswith("trl."):
+        limits = {"max_tokens": given.max_completion_len, "buffer_tokens": given.soft_punish_cache}
+        return {"grader": "overlong", "params": limits}
     if isinstance(given, type) or callable(given):
         return _own(given, position)
     raise BadRequest(
@@ -110,6 +119,9 @@ def _own(given: Any, position: int) -> dict[str, Any]:
         )
     name = getattr(given, "__name__", "") or f"reward_{position}"
     name = name if name.isidentifier() else f"reward_{position}"
+    is_plain = isinstance(given, type | types.FunctionType | functools.partial)
+    if not is_plain and not hasattr(given, "__wrapped__"):
+        return {"function": name, "source": callable_source(given, name)}
     return {"function": name, "source": source_of(given, name)}
 
 

@@ -17,6 +17,7 @@ import builtins
 import contextlib
 import dis
 import functools
+import importlib.util
 import inspect
 import linecache
 import logging
@@ -135,11 +136,18 @@ class _Module:
                     f"{user} uses two objects that are defined as {own!r}; expected one name for "
                     "each"
                 )
+        part = f"part of the reward {self._name!r}"
+        for module, line in found.imports():
+            if _is_beside(module):
+                raise BadRequest(
+                    f"{own!r}, {part}, imports {module!r} in line {line}, a file of your own, "
+                    "which the reward service does not have; expected functions imported by name "
+                    f"at the top of the file (from {module} import ...)"
+                )
         for needed in found.names():
             if needed not in (own, name):
-                self.add(
-                    needed, found.look_up(needed), f"{own!r}, part of the reward {self._name!r},"
-                )
+                line = found.line_of(needed)
+                self.add(needed, found.look_up(needed), f"{own!r}, {part}, line {line},")
         for module in found.submodules():
             self._parts.setdefault(module, f"__import__({module!r})\n")
         if own not in self._parts:
@@ -166,6 +174,7 @@ class _Definition:
                 f"{user}: {name!r} wraps {inner.__name__!r} without a decorator; expected "
                 "@decorator above its definition"
             )
+        self._node = node
         self.name: str = getattr(node, "name", name)
         self.text = (
             f"{name} = {ast.unparse(node)}\n"
@@ -182,6 +191,22 @@ class _Definition:
         code = compile(self.text, self.name, "exec", annotations.compiler_flag, dont_inherit=True)
         found = dict.fromkeys(_free_names(code, is_module=True))
         return [name for name in found if not hasattr(builtins, name) or name in self._scope]
+
+    def imports(self) -> list[tuple[str, int]]:
+        """Returns the modules that the text imports, each with its line in the file."""
+        found: list[tuple[str, int]] = []
+        for node in ast.walk(self._node):
+            if isinstance(node, ast.Import):
+                found += [(alias.name, node.lineno) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.append((node.module, node.lineno))
+        return found
+
+    def line_of(self, name: str) -> int:
+        """Returns the line of the file in which the definition first uses a name."""
+        uses = [node for node in ast.walk(self._node) if isinstance(node, ast.Name)]
+        lines = [node.lineno for node in uses if node.id == name]
+        return min(lines, default=_first_line(self._node))
 
     def submodules(self) -> list[str]:
         """Returns the modules that the text reaches through a package: `import concurrent` alone
@@ -370,25 +395,44 @@ def _is_installed(module: str) -> bool:
     if top in sys.stdlib_module_names or module in SANDBOX_NAMES:
         return top != "__main__"
     file = _file_of(sys.modules.get(module) or sys.modules.get(top))
+    return any(folder in Path(file).parents for folder in _package_folders())
+
+
+def _package_folders() -> list[Path]:
     folders = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
-    return any(Path(folder) in Path(file).parents for folder in folders)
+    return [Path(folder) for folder in folders]
+
+
+def _is_beside(module: str) -> bool:
+    """Whether a module that may not be imported yet is a file of the user's own."""
+    top = _top(module)
+    if top in sys.modules or top in sys.stdlib_module_names:
+        return not _is_installed(module)
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.origin:
+        return False
+    return not any(folder in Path(spec.origin).parents for folder in _package_folders())
 
 
 def _file_of(module: Any) -> str:
     return str(getattr(module, "__file__", None) or "")
 
 
+def callable_source(instance: Any, name: str) -> str:
+    """Returns the text of a module that defines `name` as what calling `instance` does. Raises
+    BadRequest if an attribute is no plain data."""
+    kind = instance.__class__
+    attributes = _attributes(instance, name, "__call__")
+    whole = source_of(kind, kind.__name__)
+    made = f"_{name}"
+    held = "".join(f"{made}.__dict__[{key!r}] = {text}\n" for key, text in attributes.items())
+    return f"{whole}\n{made} = object.__new__({kind.__name__})\n{held}{name} = {made}.__call__\n"
+
+
 def instance_source(instance: Any, name: str) -> str:
     """Returns the text of a module that defines `name` as a class without arguments, whose
     instances have what `instance` has. Raises BadRequest if an attribute is no plain data."""
-    kind, held = instance.__class__, cast(dict[str, Any], vars(instance))
-    attributes = {key: literal_of(value) for key, value in held.items()}
-    if bad := next((key for key, text in attributes.items() if text is None), None):
-        raise BadRequest(
-            f"the reward {name!r}: its attribute {bad!r} is {described(held[bad])}, "
-            "which cannot be sent; expected plain data, and other objects made in score or "
-            "score_batch"
-        )
+    kind, attributes = instance.__class__, _attributes(instance, name, "score or score_batch")
     whole = source_of(kind, kind.__name__)
     if not attributes:
         return whole
@@ -400,6 +444,18 @@ def instance_source(instance: Any, name: str) -> str:
         + "\n".join(lines)
         + "\n"
     )
+
+
+def _attributes(instance: Any, name: str, method: str) -> dict[str, str]:
+    """Returns the expression of each attribute. Raises BadRequest for one that is no plain data."""
+    held = cast(dict[str, Any], getattr(instance, "__dict__", {}))
+    attributes = {key: literal_of(value) for key, value in held.items()}
+    if bad := next((key for key, text in attributes.items() if text is None), None):
+        raise BadRequest(
+            f"the reward {name!r}: its attribute {bad!r} is {described(held[bad])}, "
+            f"which cannot be sent; expected plain data, and other objects made in {method}"
+        )
+    return {key: text for key, text in attributes.items() if text is not None}
 
 
 # --- plain data as text --------------------------------------------------------------------------

@@ -168,11 +168,11 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         play_group=functools.partial(play_group, players),
         environment_of=environment_of,
         teacher_of=Teacher,
-        tracker_of=trackers.Tracker,
+        tracker_of=trackers.AllTrackers,
         source_of=pushed_groups,
         drive=functools.partial(drive, orders),
         diagnose=diagnosing.diagnose_run,
-        warn_of=trackers.missing_key,
+        warn_of=trackers.missing,
         attending=episodes.run_of,
         forget=forget,
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from shared.errors import BadRequest
+from shared.job.data import MAX_GENERATED, REASONING_GYM, ReasoningGymSpec
 from shared.job.learning import MAX_SERVED_RANK
 from shared.job.running import SYNC_METHODS, CheckpointSpec
 from shared.job.sampling import MAX_KEPT
@@ -18,6 +19,7 @@ def check(job: Job) -> None:
     """Raises ValueError for the first fault."""
     _check_length(job)
     _check_data(job)
+    _check_generated(job)
     _check_target(job)
     _check_best_metric(job)
     _check_difficulty(job)
@@ -242,6 +244,33 @@ def _check_length(job: Job) -> None:
         raise ValueError(
             f"data.epochs is {job.data.epochs:g} and data.streaming true; how many rows a stream "
             "has is not known, so expected steps in place of data.epochs"
+        )
+
+
+def _check_generated(job: Job) -> None:
+    """Rows of levels are sorted, so a shuffle or a second pass would undo their order."""
+    data = job.data
+    sources = (data.train, data.eval, *(each.source for each in job.evaluation.sets.values()))
+    named = [one for one in sources if isinstance(one, str) and one.startswith(REASONING_GYM)]
+    if not named and data.reasoning_gym != ReasoningGymSpec():
+        raise ValueError(
+            f"data.reasoning_gym is set and no source is generated; expected data.train = "
+            f'"{REASONING_GYM}TASK"'
+        )
+    given = data.reasoning_gym
+    if not given.levels or data.train not in named or not job.trains:
+        return
+    if data.shuffle:
+        raise ValueError(
+            f"data.reasoning_gym.levels is {list(given.levels)}, which sorts problems from easy to "
+            "hard, and data.shuffle is true; expected data.shuffle = false"
+        )
+    taken = job.steps * job.sampling.prompts_per_step
+    if data.epochs is None and taken > given.size:
+        raise ValueError(
+            f"data.reasoning_gym.size is {given.size} with levels, and {job.steps} steps take "
+            f"{taken} problems: a second pass would begin with the easiest again; expected a size "
+            f"of at least {taken}, at most {MAX_GENERATED}, or fewer steps"
         )
 
 

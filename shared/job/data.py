@@ -22,6 +22,11 @@ MAX_INLINE_BYTES = 1 << 18
 
 MAX_TEMPLATE_CHARS = 1 << 16
 
+REASONING_GYM = "reasoning_gym:"
+"""What a source begins with that the package reasoning-gym generates; its task follows."""
+
+MAX_GENERATED = 100_000
+
 MAX_COLUMNS = 1000
 
 Source = (
@@ -44,15 +49,42 @@ class TemplateMessage(Section):
     """What is said: a Jinja template over the row's columns, at most 65,536 characters."""
 
 
+class ReasoningGymSpec(Section):
+    """How problems of the package reasoning-gym are generated: task, options, levels, seed and
+    number decide them."""
+
+    options: dict[Text, Plain] = Field(default={}, max_length=MAX_ENTRIES)
+    """Options of the task, such as `{ min_terms = 2 }`. Options that the task does not have, and
+    values of other types, are refused. Empty: the task's own. An option holds at each level."""
+
+    levels: tuple[Annotated[int, Field(ge=0, le=100)], ...] = Field(
+        default=(), max_length=MAX_ENTRIES
+    )
+    """Levels of the task's curriculum, from 0 (the easiest). Each has an equal share of `size`, in
+    this order, so it needs `data.shuffle = false`. Held-out problems take them in turn. Empty: the
+    task's options alone."""
+
+    size: int = Field(default=1000, ge=1, le=MAX_GENERATED)
+    """How many training problems, from 1 to 100,000. With `levels` at least as many as the steps
+    take."""
+
+    eval_size: int = Field(default=100, ge=1, le=MAX_GENERATED)
+    """How many problems a held-out source has, from 1 to 100,000. They are made with other seeds
+    than the training problems; a task with few different problems may make some of these again."""
+
+    seed: int | None = Field(default=None, ge=0)
+    """Seeds the problems. None: the job's `seed`."""
+
+
 class DataSpec(Section):
     """Training and held-out problems, one per row. The columns beside the prompt go to the
     graders."""
 
     train: Source | None = None
     """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
-    host, the id of an uploaded file ("file-..."), a Hugging Face dataset id, or the rows themselves
-    as a list of tables (up to 1000, and 256 KiB). Only a job of 0 steps may be without, and does
-    not read them."""
+    host, the id of an uploaded file ("file-..."), a Hugging Face dataset id, a task of the package
+    reasoning-gym ("reasoning_gym:chain_sum"), or the rows themselves as a list of tables (up to
+    1000, and 256 KiB). Only a job of 0 steps may be without, and does not read them."""
 
     train_split: Text = "train"
     """Split of a Hugging Face dataset to train on. Files have none."""
@@ -71,6 +103,9 @@ class DataSpec(Section):
     revision: Text | None = None
     """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest one
     when the job is submitted. The job's record notes the commit, and the job keeps to it."""
+
+    reasoning_gym: ReasoningGymSpec = ReasoningGymSpec()
+    """How problems of the package reasoning-gym are generated, for `train` and `eval`."""
 
     columns: dict[Text, Text] = Field(default={}, max_length=MAX_COLUMNS)
     """Other names for columns: `{ prompt = "question" }` calls the column "question" `prompt`, for
@@ -165,6 +200,9 @@ class HeldOutSpec(Section):
     """Commit, tag or branch of a Hugging Face dataset. None: the newest one when the job is
     submitted; the job keeps to it."""
 
+    reasoning_gym: ReasoningGymSpec | None = None
+    """How problems of the package reasoning-gym are generated. None: `data.reasoning_gym`."""
+
     columns: dict[Text, Text] | None = Field(default=None, max_length=MAX_COLUMNS)
     """Other names for columns, as in `data.columns`. None: `data.columns` itself."""
 
@@ -186,6 +224,8 @@ class HeldOutSpec(Section):
         """Returns the `[data]` section with this set's keys in place of its own. Keys that the set
         does not give are as in `[data]`."""
         own: dict[str, Any] = {"config": self.config, "revision": self.revision}
+        if self.reasoning_gym is not None:
+            own["reasoning_gym"] = self.reasoning_gym
         if self.template is not None:
             own |= {"template": self.template, "messages": None}
         if self.columns is not None:

@@ -32,6 +32,7 @@ from shared.job.running import (
     RolloutsSpec,
     StopSpec,
     SyncChoice,
+    Tracker,
     WandbSpec,
 )
 from shared.job.sampling import DifficultySpec, EnvironmentSpec, RewardSpec, SamplingSpec
@@ -145,6 +146,7 @@ MAY_CHANGE = frozenset(
         "stop",
         "rollouts",
         "wandb",
+        "trackers",
         "metadata",
         "request",
     }
@@ -281,7 +283,12 @@ class Job(Section):
     """Which stored rollouts are kept."""
 
     wandb: WandbSpec | None = None
-    """Weights & Biases. None: metrics are only in the run folder."""
+    """Weights & Biases. None: it gets no metrics."""
+
+    trackers: tuple[Tracker, ...] = Field(default=(), max_length=3)
+    """Trackers that have the metrics as files too: "tensorboard" and "mlflow" in the run folder,
+    "trackio" where its dashboard looks (the orchestrator's TRACKIO_DIR). Their packages are the
+    extra `trackers`. Empty: none."""
 
     metadata: dict[
         Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]

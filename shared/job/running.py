@@ -179,6 +179,9 @@ class RolloutsSpec(Section):
     all. The default bounds a run's disk at a few GB."""
 
 
+Tracker = Literal["tensorboard", "mlflow", "trackio"]
+
+
 class WandbSpec(Section):
     """Logs metrics to Weights & Biases as well. The key is the orchestrator's WANDB_API_KEY."""
 

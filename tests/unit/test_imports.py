@@ -29,6 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "services/orchestrator": WIRE
     | {"aiohttp", "datasets", "huggingface_hub", "jinja2", "pyarrow", "redis", "tokenizers"}
     | {"mcp", "wandb", "xxhash", "yarl"}
+    | {"mlflow", "tensorboard", "trackio"}  # in trackers.py, where the extra is installed
+    | {"reasoning_gym"}  # in generated.py, where the extra is installed
     | {"google", "numpy", "zstandard"},  # in tinker/, for protobuf's messages
     "services/rollout": WIRE
     | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
@@ -45,7 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "services/reward": WIRE
     | {"latex2sympy2_extended", "math_verify", "modal", "nltk", "openai", "prometheus_client"}
-    | {"rapidfuzz", "regex", "sympy"},
+    | {"rapidfuzz", "regex", "sympy"}
+    | {"reasoning_gym"},  # in a worker, where the extra is installed
 }
 
 

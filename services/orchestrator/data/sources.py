@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator.data.generated import ProblemSet, open_generated, task_of
 from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
 from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import (
@@ -27,7 +28,7 @@ from services.orchestrator.data.uploads import Uploads
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.host.disk import run_for_volume
 from shared.http.gate import may_name
-from shared.job import UPLOADED, DataSpec, Job, Source
+from shared.job import REASONING_GYM, UPLOADED, DataSpec, Job, Source
 from shared.settings import Settings
 from shared.weights.folders import digest_of_file
 from shared.weights.model_folder import HUB_ID, hub_is_offline
@@ -41,15 +42,16 @@ FETCH_S = 1200.0
 """Seconds that reading a data set from the Hub may take."""
 
 EXPECTED = (
-    "expected a file ending in .jsonl, .json, .csv or .parquet, the id of an uploaded file, or a "
-    "Hugging Face dataset id such as openai/gsm8k"
+    "expected a file ending in .jsonl, .json, .csv or .parquet, the id of an uploaded file, a "
+    "Hugging Face dataset id such as openai/gsm8k, or a task as reasoning_gym:chain_sum"
 )
 
 
 @dataclass(frozen=True)
 class SourceRequest:
     """A request for a source: the job's `source` under `key` ("data.train"), and the `split` of a
-    Hugging Face dataset. `wanted` is the version at the job's submission, if known."""
+    Hugging Face dataset. `wanted` is the version at the job's submission, if known; `seed` is the
+    job's."""
 
     key: str
     source: Source
@@ -57,6 +59,7 @@ class SourceRequest:
     spec: DataSpec
     settings: Settings
     wanted: str | None = None
+    seed: int = 0
 
     @property
     def text(self) -> str:
@@ -101,16 +104,24 @@ def source_requests(
     asks: dict[str, SourceRequest] = {}
     if job.trains and data.train is not None:
         asks["train"] = SourceRequest(
-            "data.train", data.train, data.train_split, data, settings, wanted.get("train")
+            "data.train",
+            data.train,
+            data.train_split,
+            data,
+            settings,
+            wanted.get("train"),
+            job.seed,
         )
     if data.eval is not None:
         asks["eval"] = SourceRequest(
-            "data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval")
+            "data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval"), job.seed
         )
     for name, each in job.evaluation.sets.items():
         key, spec = f"evaluation.sets.{name}.source", each.within(data)
         known = wanted.get(f"eval.{name}")
-        asks[f"eval.{name}"] = SourceRequest(key, each.source, each.split, spec, settings, known)
+        asks[f"eval.{name}"] = SourceRequest(
+            key, each.source, each.split, spec, settings, known, job.seed
+        )
     return asks
 
 
@@ -151,6 +162,13 @@ def _url(ask: SourceRequest) -> Table:
         f"{ask.key} is {ask.text!r}, a URL, which is not fetched; {EXPECTED}. `curl -F` uploads a "
         "file to POST /v1/files"
     )
+
+
+def _generated(ask: SourceRequest) -> Table:
+    given = ask.spec.reasoning_gym
+    seed = ask.seed if given.seed is None else given.seed
+    asked = ProblemSet(ask.key, task_of(ask.text), given, seed, ask.key != "data.train")
+    return open_generated(asked, ask.settings.runs_dir, ask.wanted)
 
 
 def _uploaded(ask: SourceRequest) -> Table:
@@ -344,6 +362,7 @@ def _is_file(source: Source) -> bool:
 
 KINDS = (
     Kind("rows in the job", lambda source: not isinstance(source, str), _inline),
+    Kind("reasoning-gym", lambda source: str(source).startswith(REASONING_GYM), _generated),
     Kind("URL", lambda source: bool(URL.match(str(source))), _url),
     Kind("uploaded file", lambda source: bool(UPLOADED.fullmatch(str(source))), _uploaded),
     Kind("file", _is_file, _file),

@@ -1,10 +1,16 @@
-"""Weights & Biases, for jobs that ask for it. It never keeps a job waiting and never stops one: a
-thread makes its calls, and retries failed ones at the next step."""
+"""Weights & Biases, TensorBoard, MLflow and Trackio, for jobs that ask for them. None keeps a job
+waiting or stops one: a thread of its own makes its calls, and retries failed ones at the next step.
+
+W&B is a service, and continues its run. The others write files on this machine, which are written
+anew from the run folder's metrics when a job continues, so that no step is missing or there twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.orchestrator.seams import TrackerReport
+from services.orchestrator.store.folder import RunFolder
 from shared.host.logs import get_logger
 from shared.job import Job
 
@@ -26,8 +33,11 @@ POLL_S = 0.05
 NO_KEY = "no API key: set WANDB_API_KEY where the orchestrator runs"
 
 
+Row = tuple[int, dict[str, float]]
+
+
 class WandbRun(Protocol):
-    """The part of `wandb.Run` that is used."""
+    """The part of `wandb.Run` that is used. A tracker of files is called in the same way."""
 
     def log(self, data: dict[str, Any], *, step: int) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -38,8 +48,9 @@ class NoKey(Exception):
 
 
 class Tracker:
-    """Gives W&B a job's metrics; does nothing for a job without a `[wandb]` section. `begin` starts
-    the W&B run. `trouble` says which rows W&B has not taken so far, and why; None: it has all."""
+    """Gives a tracker a job's metrics; for W&B does nothing if the job has no `[wandb]`. `begin`
+    starts a run there; `name` is for people. `trouble` says which rows it has not taken so far, and
+    why; None: it has all."""
 
     def __init__(
         self,
@@ -47,18 +58,23 @@ class Tracker:
         job_id: str,
         run_dir: Path,
         begin: Callable[[Job, str, Path], WandbRun] | None = None,
+        name: str = "W&B",
     ) -> None:
         self.trouble: str | None = None
         self._job_id = job_id
-        self._where = f"{run_dir}/wandb" if job.wandb and job.wandb.mode == "offline" else None
+        self._name, self._is_local = name, name != "W&B"
+        offline = not self._is_local and job.wandb and job.wandb.mode == "offline"
+        self._where = f"{run_dir}/wandb" if offline else None
         self._begin = lambda: (begin or _begin)(job, job_id, run_dir)
-        self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._steps: list[int] = []
         self._num_taken = 0
         self._reason: str | None = None
         self._exit_code = 1
         self._thread = (
-            threading.Thread(target=self._work, name="wandb", daemon=True) if job.wandb else None
+            threading.Thread(target=self._work, name=name, daemon=True)
+            if self._is_local or job.wandb
+            else None
         )
 
     def start(self) -> None:
@@ -71,7 +87,7 @@ class Tracker:
             self._rows.put((step, metrics))
 
     async def finish(self, succeeded: bool) -> TrackerReport | None:
-        """Waits up to FINISH_S seconds until W&B has everything, and returns what it has; None if
+        """Waits up to FINISH_S seconds until it has everything, and returns what it has; None if
         it was given no row."""
         if self._thread is None:
             return None
@@ -87,21 +103,21 @@ class Tracker:
     def _tracked(self) -> TrackerReport:
         if self._reason:
             return TrackerReport(f"{self._lacks()}: {self._reason}; metrics.jsonl has all", False)
-        has = f"W&B has {_named(self._steps)} of this run"
+        has = f"{self._name} has {_named(self._steps)} of this run"
         if self._where:
             return TrackerReport(f"{has} once `wandb sync` sends it what is in {self._where}", True)
         return TrackerReport(has, True)
 
     def _lacks(self) -> str:
         if not self._num_taken and self._steps[0] <= 1:
-            return "W&B has nothing of this run"
+            return f"{self._name} has nothing of this run"
         missing = self._steps[self._num_taken :]
-        return f"W&B lacks {_named(missing) if missing else 'the end'} of this run"
+        return f"{self._name} lacks {_named(missing) if missing else 'the end'} of this run"
 
     def _work(self) -> None:
-        """The thread: gives W&B each row, after the rows that failed before."""
+        """The thread: gives the tracker each row, after the rows that failed before."""
         run: WandbRun | None = None
-        waiting: list[tuple[int, dict[str, float]]] = []
+        waiting: list[Row] = []
         ended = False
         while not ended:
             row = self._rows.get()
@@ -120,21 +136,31 @@ class Tracker:
                 self._reason = self.trouble = None
             except NoKey as error:
                 self._note(str(error))
-            except Exception as error:  # W&B raises errors of its HTTP and its disk
+            except Exception as error:  # of a tracker's HTTP and its disk, of any class
+                run = None if self._is_local else run  # files are written anew
                 self._note(f"{type(error).__name__}: {error}")
 
     def _note(self, reason: str) -> None:
         self._reason = reason
         self.trouble = (
             f"{self._lacks()} so far: {reason}; the job continues, and its rows are sent again "
-            'with the next step (wandb.mode = "offline" keeps them in the run folder)'
+            "with the next step"
         )
-        get_logger().warning("W&B did not take metrics", job=self._job_id, reason=reason)
+        if not self._is_local:
+            self.trouble += ' (wandb.mode = "offline" keeps them in the run folder)'
+        get_logger().warning(
+            "tracker did not take metrics", tracker=self._name, job=self._job_id, reason=reason
+        )
+
+
+def missing(job: Job) -> str | None:
+    """Returns a message on the trackers that will take nothing of the job for lack of a key or a
+    package. It may take seconds: call it off the event loop."""
+    return "; ".join(filter(None, (missing_key(job), missing_package(job)))) or None
 
 
 def missing_key(job: Job) -> str | None:
-    """Returns a message if W&B will take nothing of the job for lack of a key. It may take seconds:
-    call it off the event loop."""
+    """Returns a message if W&B will take nothing of the job for lack of a key."""
     try:
         _check_key(job)
     except NoKey as error:
@@ -186,4 +212,141 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
         dir=str(run_dir),
         config=job.model_dump(mode="json"),
         settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_S),
+    )
+
+
+# --- trackers of files ----------------------------------------------------------------------------
+
+
+class AllTrackers:
+    """The trackers of a job, as one."""
+
+    def __init__(self, job: Job, job_id: str, run_dir: Path) -> None:
+        self._each = [Tracker(job, job_id, run_dir)] if job.wandb else []
+        for name in job.trackers:
+            shown, begin = LOCAL[name]
+            self._each.append(Tracker(job, job_id, run_dir, begin, shown))
+
+    @property
+    def trouble(self) -> str | None:
+        return "; ".join(each.trouble for each in self._each if each.trouble) or None
+
+    def start(self) -> None:
+        for each in self._each:
+            each.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for each in self._each:
+            each.log(step, metrics)
+
+    async def finish(self, succeeded: bool) -> TrackerReport | None:
+        reports = await asyncio.gather(*(each.finish(succeeded) for each in self._each))
+        found = [report for report in reports if report]
+        if not found:
+            return None
+        return TrackerReport(
+            "; ".join(report.message for report in found), all(report.complete for report in found)
+        )
+
+
+class _Files:
+    """A run whose files are written anew: the first row brings the earlier ones from the run
+    folder. `add` writes one row, `end` finishes the files."""
+
+    def __init__(
+        self, run_dir: Path, add: Callable[[Row], None], end: Callable[[int], None]
+    ) -> None:
+        self._run_dir, self._add, self._end = run_dir, add, end
+        self._is_new = True
+
+    def log(self, data: dict[str, Any], *, step: int) -> None:
+        if self._is_new:
+            for row in RunFolder(self._run_dir).metrics():
+                if row.step < step:
+                    self._add((row.step, dict(row.metrics)))
+            self._is_new = False
+        self._add((step, data))
+
+    def finish(self, exit_code: int) -> None:
+        self._end(exit_code)
+
+
+def _tensorboard(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder = run_dir / "tensorboard"
+    shutil.rmtree(folder, ignore_errors=True)
+    writer: Any = EventFileWriter(str(folder))
+
+    def add(row: Row) -> None:
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in row[1].items()]
+        writer.add_event(Event(wall_time=time.time(), step=row[0], summary=Summary(value=values)))
+        writer.flush()
+
+    return _Files(run_dir, add, lambda _: writer.close())
+
+
+MAX_MLFLOW_METRICS = 1000
+"""Most metrics that MLflow takes at once."""
+
+
+def _mlflow(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    folder = run_dir.resolve()
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")  # MLflow keeps it open
+    known = client.get_experiment_by_name(job.name)
+    artifacts = (folder / "mlflow").as_uri()
+    experiment = (
+        known.experiment_id
+        if known
+        else client.create_experiment(job.name, artifact_location=artifacts)
+    )
+    for run in client.search_runs([experiment]):
+        client.delete_run(run.info.run_id)
+    run_id = client.create_run(experiment, run_name=job_id).info.run_id
+
+    def add(row: Row) -> None:
+        now = int(time.time() * 1000)
+        metrics = [  # "pass@1" is no name there
+            Metric(key.replace("@", "_at_"), value, now, row[0]) for key, value in row[1].items()
+        ]
+        for at in range(0, len(metrics), MAX_MLFLOW_METRICS):
+            client.log_batch(run_id, metrics=metrics[at : at + MAX_MLFLOW_METRICS])
+
+    def end(exit_code: int) -> None:
+        client.set_terminated(run_id, "FAILED" if exit_code else "FINISHED")
+
+    return _Files(run_dir, add, end)
+
+
+def _trackio(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    SQLiteStorage.delete_run(job.name, job_id)  # `trackio.init` has one run in a process
+
+    def add(row: Row) -> None:
+        SQLiteStorage.bulk_log(job.name, job_id, [row[1]], [row[0]])
+
+    return _Files(run_dir, add, lambda _: None)
+
+
+LOCAL: dict[str, tuple[str, Callable[[Job, str, Path], WandbRun]]] = {
+    "tensorboard": ("TensorBoard", _tensorboard),
+    "mlflow": ("MLflow", _mlflow),
+    "trackio": ("Trackio", _trackio),
+}
+
+
+def missing_package(job: Job) -> str | None:
+    """Returns a message if a tracker's package is not installed."""
+    gone = [name for name in job.trackers if importlib.util.find_spec(name) is None]
+    if not gone:
+        return None
+    return (
+        f"trackers: {', '.join(gone)} will have nothing of this run, for the package is not "
+        "installed where the orchestrator runs: pip install 'hone-rl[trackers]'"
     )

@@ -238,7 +238,7 @@ class AfterStep:
             self.tracker.log(number, metrics)
         await self.journal.row(row, self.job.steps, eta_s, currency=self._currency)
         if self.tracker and self.tracker.trouble:
-            await self._warn_once("wandb", self.tracker.trouble)
+            await self._warn_once("tracker", self.tracker.trouble)
         self._record_s = time.monotonic() - start
 
     async def _warn(self, step: Step, metrics: dict[str, float]) -> None:

@@ -105,7 +105,8 @@ def _key(job: Job, prompts: Prompts) -> str | None:
     named = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
     if prompts.train is None or len(named) != len(prompts.versions):
         return None
-    same = {"name", "steps", "seed", "metadata", "rewards", "training", "lora", "memory", "wandb"}
+    same = {"name", "steps", "seed", "metadata", "rewards", "training", "lora", "memory"}
+    same |= {"wandb", "trackers"}
     of_job = job.model_dump_json(exclude=same)
     answers = job.has_answers, job.training.objective, job.training.train_on
     told = (

@@ -212,10 +212,8 @@ def test_verl_s_yaml_becomes_a_job(tmp_path: Path) -> None:
     got = values(found)
     assert {key: got.get(key) for key in expected} == expected
     assert found.fill_in == {}
-    assert lacking(found) == {
-        "trainer.logger": "see [wandb]",
-        "trainer.project_name": "not in the table of verl",
-    }
+    assert lacking(found) == {}
+    assert found.job["wandb"] == {"project": "p"} and "trackers" not in found.job
 
 
 def test_verl_s_overrides_are_the_same_keys() -> None:
@@ -369,10 +367,35 @@ def test_prime_rl_s_toml_becomes_a_job(tmp_path: Path) -> None:
     }
     got = values(found)
     assert {key: got.get(key) for key in expected} == expected
-    assert found.fill_in.keys() == {"data.train", "rewards"}
-    rows = "rows and rewards are inside the verifiers environment"
-    assert lacking(found)["orchestrator.train.source"] == rows
-    assert lacking(found).keys() == {"trainer.loss.kl_tau", "orchestrator.train.source"}
+    assert got["environment.kind"] == "worker" and found.fill_in.keys() == {"data.train"}
+    assert "python -m hone.agents.verifiers math-env > rows.jsonl" in found.fill_in["data.train"]
+    written = found.toml.replace("\n#  ", "")
+    assert "`hone work agent.py`" in written and '{"id": "math-env"}' in written
+    assert lacking(found).keys() == {"trainer.loss.kl_tau"}
+
+
+def test_prime_rl_s_older_wandb_and_teacher_are_known(tmp_path: Path) -> None:
+    text = PRIME_RL + '[wandb]\nproject = "p"\nname = "n"\n[teacher_inference]\nport = 1\n'
+    found = of(text, "rl.toml", tmp_path)
+    assert found.job["wandb"] == {"project": "p", "name": "n"}
+    assert "see [teacher]" in lacking(found)["teacher_inference.port"]
+
+
+def test_verl_s_empty_batch_size_is_to_be_filled_in() -> None:
+    found = import_config([*GRPO, "data.train_batch_size=0"])
+    assert "expected prompts of a step" in found.fill_in["sampling.prompts_per_step"]
+    assert "minibatches" not in found.job.get("training", {})
+
+
+def test_verl_s_teacher_and_loggers_are_taken_over() -> None:
+    teacher = "distillation.teacher_models.teacher_model.model_path=a/teacher"
+    words = ["distillation.enabled=true", teacher, "trainer.logger=[console,mlflow,tensorboard]"]
+    found = import_config([*GRPO, *words, "trainer.project_name=p"])
+    assert found.job["teacher"] == {"model": "a/teacher"}
+    assert "see [teacher]" in lacking(found)["distillation.enabled"]
+    assert found.job["trackers"] == ["tensorboard", "mlflow"] and "wandb" not in found.job
+    found = import_config([*GRPO, "trainer.logger=[console,swanlab]"])
+    assert "not ['swanlab']" in lacking(found)["trainer.logger"]
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

@@ -15,7 +15,7 @@ import numpy
 import pytest
 
 from hone.trainer.rewards import rewards_of
-from hone.trainer.source import instance_source, source_of
+from hone.trainer.source import callable_source, instance_source, source_of
 from shared.errors import BadRequest
 
 SCRIPT = '''
@@ -274,3 +274,74 @@ def test_a_secret_that_a_reward_closes_over_is_refused_and_not_shown(
     assert f"'asking', with what it closes over, has {what}; expected" in error.value.detail
     assert key[-12:] not in error.value.detail
     assert rewards_of(_asking("</s>"), None)[0]["function"] == "asking"
+
+
+CALLABLES = """
+import asyncio
+
+
+class Above:
+    def __init__(self, least):
+        self.least = least
+
+    def __call__(self, completions, answer, **columns):
+        return [float(len(text) > self.least) for text in completions]
+
+
+class Waits:
+    async def __call__(self, completions, **columns):
+        await asyncio.sleep(0)
+        return [2.0 for _ in completions]
+
+
+def imports_a_file(completions):
+    import beside
+
+    return [beside.ONE for _ in completions]
+
+
+def uses_json(completions):
+    import json
+
+    return [float(json.loads(text)) for text in completions]
+"""
+
+
+@pytest.fixture
+def callables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "callables.py").write_text(CALLABLES)
+    (tmp_path / "beside.py").write_text("ONE = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "callables", raising=False)
+    return importlib.import_module("callables")
+
+
+def test_an_object_that_can_be_called_is_sent_with_its_attributes(callables: Any) -> None:
+    made = alone(callable_source(callables.Above(3), "above"))["above"]
+    assert made(["abc", "abcd"], answer=["", ""]) == [0.0, 1.0]
+    assert [*inspect.signature(made).parameters] == ["completions", "answer", "columns"]
+    waits = alone(callable_source(callables.Waits(), "waits"))["waits"]
+    assert inspect.iscoroutinefunction(waits) and asyncio.run(waits(["a"])) == [2.0]
+    (table,) = rewards_of(callables.Above(3), None)
+    assert table["function"] == "reward_0"
+    with pytest.raises(BadRequest, match="its attribute 'least' is an object of type"):
+        rewards_of(callables.Above(object()), None)
+
+
+def test_an_import_of_a_file_beside_the_script_is_refused_with_its_line(callables: Any) -> None:
+    with pytest.raises(BadRequest, match="imports 'beside' in line 20, a file of your own"):
+        rewards_of(callables.imports_a_file, None)
+    (table,) = rewards_of(callables.uses_json, None)
+    assert alone(table["source"])["uses_json"](["1.5"]) == [1.5]
+
+
+def test_trls_soft_overlong_punishment_is_the_grader_overlong() -> None:
+    trl = pytest.importorskip("trl.rewards", reason="TRL is not installed")
+    from services.reward.graders.length import punishment
+
+    given = trl.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    (table,) = rewards_of(given, [0.5])
+    limits = {"max_tokens": 100, "buffer_tokens": 20}
+    assert table == {"grader": "overlong", "params": limits, "weight": 0.5}
+    for length in (0, 80, 81, 90, 100, 101):
+        assert given([[1] * length]) == [punishment(length, **limits)]

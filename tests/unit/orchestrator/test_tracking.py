@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.orchestrator.extensions import trackers as tracking
-from services.orchestrator.extensions.trackers import Tracker, TrackerReport
+from services.orchestrator.extensions.trackers import AllTrackers, Tracker, TrackerReport
+from services.orchestrator.store.folder import RunFolder
 from shared.job import Job
+from shared.wire import MetricsRow
 from tests.support.scored_batches import make_job
 from tests.support.wandb_files import offline_run
 
@@ -185,3 +188,119 @@ def test_a_missing_key_is_known_before_a_job_begins(
     assert said is not None and "WANDB_API_KEY invalid" in said
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     assert tracking.missing_key(wandb_job()) is None
+
+
+# --- trackers of files: the real packages ---------------------------------------------------------
+
+Steps = list[tuple[int, float]]
+
+
+def read_tensorboard(run_dir: Path) -> Steps:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    return [(each.step, each.value) for each in events.Scalars("eval/pass@1")]
+
+
+def read_mlflow(run_dir: Path) -> Steps:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir}/mlflow.db")
+    (experiment,) = [each for each in client.search_experiments() if each.name == "test"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("job-1", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "eval/pass_at_1")
+    return [(each.step, each.value) for each in history]
+
+
+def read_trackio(run_dir: Path) -> Steps:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_runs("test") == ["job-1"]
+    logs = SQLiteStorage.get_logs("test", "job-1")
+    return [(each["step"], each["eval/pass@1"]) for each in logs]
+
+
+READERS = {"tensorboard": read_tensorboard, "mlflow": read_mlflow, "trackio": read_trackio}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # which the package reads when it is imported
+        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+        yield
+
+
+@pytest.mark.parametrize("name", READERS)
+async def test_files_have_each_step_once_after_a_crash_and_a_replay(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(name, reason="the extra trackers is not installed")
+    job = make_job().model_copy(update={"trackers": (name,), "name": "test"})
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    folder = RunFolder(tmp_path)
+
+    async def attempt(steps: list[int], kept: int, logged: int) -> Any:
+        """Runs steps of which the tracker has seen only the first `logged` when it ends."""
+        folder.start_at(kept)
+        tracker = AllTrackers(job, "job-1", tmp_path)
+        tracker.start()
+        for step in steps:
+            row = {"eval/pass@1": step / 8, "loss": -1.5}
+            folder.append_metrics(MetricsRow(step=step, metrics=row))
+            if step in steps[:logged]:
+                tracker.log(step, row)
+        return await tracker.finish(True), tracker.trouble
+
+    await attempt([0, 1, 2, 3], kept=-1, logged=3)  # step 3 is on disk, and then it crashed
+    shown, trouble = await attempt([2, 3, 4], kept=1, logged=3)  # from the checkpoint of step 1
+    assert trouble is None and shown.complete
+    assert READERS[name](tmp_path) == [(step, step / 8) for step in range(5)]
+    shown, _ = await attempt([5], kept=4, logged=1)
+    assert READERS[name](tmp_path) == [(step, step / 8) for step in range(6)]
+    assert "step 5 of this run" in shown.message
+
+
+async def test_files_that_failed_are_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    failures = iter([OSError(28, "No space left on device")])
+
+    def begin(job: Job, job_id: str, run_dir: Path) -> Any:
+        rows.clear()
+
+        def add(row: tuple[int, dict[str, float]]) -> None:
+            rows.append(row[0])
+            if row[0] == 1 and (error := next(failures, None)):
+                raise error
+
+        return tracking._Files(run_dir, add, lambda _: None)
+
+    monkeypatch.setitem(tracking.LOCAL, "trackio", ("Trackio", begin))
+    job, folder = make_job().model_copy(update={"trackers": ("trackio",)}), RunFolder(tmp_path)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    tracker = AllTrackers(job, "job-1", tmp_path)
+    tracker.start()
+    for step in (0, 1):
+        folder.append_metrics(MetricsRow(step=step, metrics={}))
+        tracker.log(step, {})
+    await until(lambda: tracker.trouble)
+    assert tracker.trouble == (
+        "Trackio lacks step 1 of this run so far: OSError: [Errno 28] No space left on device; the "
+        "job continues, and its rows are sent again with the next step"
+    )
+    tracker.log(2, {})
+    shown = await tracker.finish(True)
+    assert rows == [0, 1, 2] and tracker.trouble is None
+    assert shown == TrackerReport("Trackio has steps 0 to 2 of this run", complete=True)
+
+
+def test_a_missing_package_of_a_tracker_is_known_before_a_job_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = make_job().model_copy(update={"trackers": ("mlflow",)})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = tracking.missing(job)
+    assert said is not None and said.startswith("trackers: mlflow will have nothing of this run")
+    assert "pip install 'hone-rl[trackers]'" in said

@@ -25,7 +25,7 @@ def test_all_sections_of_a_job_are_found() -> None:
         *("CorrectionSpec", "LoraSpec", "MemorySpec", "EvaluationSpec", "CheckpointSpec"),
         *("RolloutsSpec", "WandbSpec", "TemplateMessage", "HeldOutSpec"),
         *("DifficultySpec", "StopSpec", "EvaluatedModel", "EnvironmentSpec"),
-        *("TeacherSpec", "WarmupSpec"),
+        *("TeacherSpec", "WarmupSpec", "ReasoningGymSpec"),
     }
 
 

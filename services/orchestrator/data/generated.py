@@ -1,0 +1,324 @@
+"""Problems that the package reasoning-gym generates: `data.train = "reasoning_gym:chain_sum"`.
+
+They depend on task, options, levels, seed and size alone. A process of its own generates them, with
+a fixed hash seed, into a file below `<runs_dir>/.generated`, which is then read as any file is. A
+lost file is generated again, with the same content.
+
+Each row has the columns `prompt`, `answer`, `task`, `level` and `entry`. The grader `reasoning_gym`
+reads `entry`, which is a literal of Python, because JSON would make lists of tuples.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.data.tables import MAX_ROW_BYTES, JsonTable, check_version, check_wanted
+from services.orchestrator.errors import OperatorActionNeeded
+from services.orchestrator.writable import writing
+from shared.errors import BadRequest, Failed
+from shared.explain import nearest
+from shared.host import disk
+from shared.job.data import MAX_GENERATED, REASONING_GYM, ReasoningGymSpec
+from shared.weights.folders import digest_of_file
+
+PACKAGE = "reasoning-gym"
+
+GENERATE_S = 600.0
+"""Seconds that generating one source may take."""
+
+MAX_BYTES = 256 << 20
+"""Most bytes of one source's rows."""
+
+MAX_FILES = 64
+"""Most files that are kept: the ones used last."""
+
+MEMORY_BYTES = 4 << 30
+"""Address space of the process that generates."""
+
+POLL_S = 0.2
+
+NOT_INSTALLED = "which is not installed where {where} runs: pip install 'hone-rl[reasoning-gym]'"
+
+SEEDS = 1 << 30
+"""Seeds of training problems are below this, and seeds of held-out ones from it on: a problem is
+made of the source's seed plus its number, so that near seeds would share problems."""
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """What the problems of one source are made of. Messages call it `key`."""
+
+    key: str
+    task: str
+    spec: ReasoningGymSpec
+    seed: int
+    is_held_out: bool
+
+    @property
+    def size(self) -> int:
+        return self.spec.eval_size if self.is_held_out else self.spec.size
+
+    @property
+    def first_seed(self) -> int:
+        """Returns the seed of problem 0; problem n is made with n more."""
+        digest = hashlib.sha256(f"{self.seed}:{self.key}".encode()).digest()
+        within = int.from_bytes(digest[:8]) % (SEEDS - MAX_GENERATED)
+        return within + SEEDS * self.is_held_out
+
+    def level(self, index: int) -> int | None:
+        """Returns the level of a problem. Training problems are sorted from the first level to the
+        last; held-out problems take them in turn, so that any number of the first has all."""
+        levels = self.spec.levels
+        if not levels:
+            return None
+        place = index % len(levels) if self.is_held_out else index * len(levels) // self.size
+        return levels[place]
+
+
+def open_generated(asked: ProblemSet, runs_dir: Path, wanted: str | None) -> JsonTable:
+    """Returns the table of the problems, which are generated where their file is missing. Raises
+    BadRequest for a task or options that the package does not have, OperatorActionNeeded if another
+    version of the package makes other problems than `wanted`."""
+    release = _release(asked)
+    name = f"{asked.key} ({PACKAGE} {release}, task {asked.task!r})"
+    made_of = json.dumps(asdict(asked), sort_keys=True, default=str)
+    digest = hashlib.sha256(f"{release}:{made_of}".encode()).hexdigest()[:32]
+    path = runs_dir / ".generated" / f"{digest}.jsonl"
+    if not path.exists():
+        with writing("folder", path.parent):
+            disk.make_folder(path.parent)
+            _generate(asked, path)
+            _remove_oldest(path.parent)
+    with contextlib.suppress(OSError):  # where only reading is allowed
+        os.utime(path)
+    version = digest_of_file(path)
+    try:
+        check_version(name, version, wanted)
+    except OperatorActionNeeded as error:
+        raise OperatorActionNeeded(
+            f"{name} has other problems than when the job was submitted; expected the version of "
+            f"{PACKAGE} that was installed then: install it, or submit a new job"
+        ) from error
+    return JsonTable(name, path, version)
+
+
+def _release(asked: ProblemSet) -> str:
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise BadRequest(
+            f"{asked.key} is 'reasoning_gym:{asked.task}', a task of the package {PACKAGE}, "
+            + NOT_INSTALLED.format(where="the orchestrator")
+        ) from error
+
+
+def _generate(asked: ProblemSet, path: Path) -> None:
+    """Writes the file in a process, which is killed at its deadline, or once no one waits."""
+    end = time.monotonic() + GENERATE_S
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory(dir=path.parent) as aside:
+        written = Path(aside) / path.name
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.orchestrator.data.subprocesses", str(os.getpid())],
+            env=os.environ | {"PYTHONHASHSEED": "0"},  # some tasks depend on the order of sets
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        given: bytes | None = pickle.dumps((write, (asked, str(written))))
+        try:
+            while True:
+                check_wanted()
+                if time.monotonic() > end:
+                    raise BadRequest(
+                        f"{asked.key}: generating {asked.size} problems of {asked.task!r} took "
+                        f"more than {GENERATE_S:g} s; expected fewer or easier ones: lower "
+                        "data.reasoning_gym.size or eval_size"
+                    )
+                try:
+                    answer, _ = process.communicate(given, timeout=POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    given = None  # it is on its way
+        finally:
+            process.kill()
+            process.wait()
+        if not answer:
+            raise Failed(
+                f"generating the problems of {asked.key} failed: its process ended with status "
+                f"{process.returncode}; it may use {MEMORY_BYTES >> 30} GiB"
+            )
+        error, _ = pickle.loads(answer)
+        if error is not None:
+            raise error
+        disk.write_file(path, written.read_bytes())
+
+
+def _remove_oldest(folder: Path) -> None:
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    for path in files[:-MAX_FILES]:
+        path.unlink(missing_ok=True)
+
+
+# --- in the process that generates ----------------------------------------------------------------
+
+
+def write(asked: ProblemSet, path: str) -> None:
+    """Writes the rows to a file. Raises BadRequest for what the package does not have."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    num_bytes = 0
+    with Path(path).open("w", encoding="utf-8") as file:
+        for row in rows_of(asked):
+            num_bytes += file.write(json.dumps(row) + "\n")
+            if num_bytes > MAX_BYTES:
+                raise BadRequest(
+                    f"{asked.key}: the problems of {asked.task!r} take more than {MAX_BYTES} "
+                    "bytes; expected fewer or smaller ones"
+                )
+
+
+def rows_of(asked: ProblemSet) -> Iterator[dict[str, Any]]:
+    """Yields the rows in order. Raises BadRequest as `write`."""
+    datasets: dict[int | None, tuple[Any, dict[str, Any]]] = {}
+    for index in range(asked.size):
+        level = asked.level(index)
+        if level not in datasets:
+            datasets[level] = _dataset(asked, level)
+        dataset, config = datasets[level]
+        try:
+            entry = dataset[index]
+        except Exception as error:  # the package's code raises any class for options it cannot meet
+            raise BadRequest(
+                f"{asked.key}: the task {asked.task!r} made no problem {index} with these options: "
+                f"{type(error).__name__}: {str(error)[:300]}"
+            ) from error
+        yield _row(asked, index, level, config, entry)
+
+
+def _row(
+    asked: ProblemSet, index: int, level: int | None, config: Any, entry: Mapping[str, Any]
+) -> dict[str, Any]:
+    kept = {key: _plain(entry[key]) for key in ("question", "answer", "metadata")}
+    text = repr({"task": asked.task, "config": config} | kept)
+    try:
+        is_whole = ast.literal_eval(text)["metadata"] == kept["metadata"]
+    except (ValueError, SyntaxError):
+        is_whole = False
+    if not is_whole or len(text) > MAX_ROW_BYTES:
+        raise BadRequest(
+            f"{asked.key}: problem {index} of the task {asked.task!r} cannot be written to a file; "
+            "expected a task whose problems are numbers, texts, lists and tables"
+        )
+    answer = None if entry["answer"] is None else str(entry["answer"])
+    shown = {"prompt": entry["question"], "answer": answer, "task": asked.task}
+    return shown | ({} if level is None else {"level": level}) | {"entry": text}
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with Python's numbers and texts in place of numpy's."""
+    if type(value).__module__ == "numpy":
+        return value.tolist()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple, set) else value
+
+
+def _dataset(asked: ProblemSet, level: int | None) -> tuple[Any, dict[str, Any]]:
+    """Returns the package's data set at a level, and its configuration in plain data, without seed
+    and size, as far as it differs from the task's own."""
+    import reasoning_gym  # noqa: F401  (registers the tasks)
+    from pydantic import TypeAdapter
+    from reasoning_gym.factory import DATASETS
+
+    if asked.task not in DATASETS:
+        raise BadRequest(
+            f"{asked.key}: {PACKAGE} has no task {asked.task!r}; "
+            f"{nearest(asked.task, sorted(DATASETS), 'its tasks')}"
+        )
+    kind, config_type = DATASETS[asked.task]
+    adapter = TypeAdapter(config_type)
+    options = _options(asked, adapter, config_type)
+    options |= {"seed": asked.first_seed, "size": max(asked.size, 1)}
+    try:
+        given = options if level is None else _of_level(asked, level) | options
+        config = config_type(**given)
+        dataset = kind(config=config)
+    except Exception as error:  # assertions of the package, and what its tasks raise
+        at = "" if level is None else f" at level {level}"
+        raise BadRequest(
+            f"{asked.key}: {PACKAGE} refuses the options of {asked.task!r}{at}: "
+            f"{str(error)[:300] or type(error).__name__}"
+        ) from error
+    plain = adapter.dump_python(config, mode="json", exclude_defaults=True, warnings=False)
+    return dataset, {key: plain[key] for key in plain if key not in ("seed", "size")}
+
+
+def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any]:
+    """Returns the job's options with the types that the task's configuration has."""
+    from pydantic import ValidationError
+
+    fields = dict(config_type.__dataclass_fields__)
+    for gone in ("seed", "size", *(name for name in fields if name.endswith(("_file", "_path")))):
+        fields.pop(gone, None)
+    options = asked.spec.options
+    for name in options:
+        if name not in fields:
+            raise BadRequest(
+                f"data.reasoning_gym.options has {name!r}, which {asked.task!r} does not take; "
+                f"{nearest(name, sorted(fields), 'its options')}"
+            )
+    try:
+        config = adapter.validate_json(json.dumps(options), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        wanted = getattr(fields.get(str(first["loc"][0])), "type", "") if first["loc"] else ""
+        wanted = getattr(wanted, "__name__", str(wanted))
+        raise BadRequest(
+            f"data.reasoning_gym.options.{where} is {first['input']!r:.80}; expected "
+            f"{wanted or 'another value'} ({first['msg']})"
+        ) from error
+    except Exception as error:  # assertions of the package
+        raise BadRequest(
+            f"data.reasoning_gym.options: {PACKAGE} refuses them: {str(error)[:300]}"
+        ) from error
+    return {name: getattr(config, name) for name in options}
+
+
+def _of_level(asked: ProblemSet, level: int) -> dict[str, Any]:
+    """Returns what the task's curriculum sets at a level."""
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    if asked.task not in CURRICULA:
+        raise BadRequest(
+            f"data.reasoning_gym.levels is {list(asked.spec.levels)}, and {asked.task!r} has no "
+            "curriculum; expected no levels, and options in their place"
+        )
+    curriculum: Any = create_curriculum(asked.task)
+    highest = max((len(each.levels) - 1 for each in curriculum.attributes.values()), default=0)
+    if level > highest:
+        raise BadRequest(
+            f"data.reasoning_gym.levels has {level}; expected 0 to {highest} for {asked.task!r}"
+        )
+    curriculum.set_global_level(level)
+    config = curriculum.generate_configuration({"seed": 0, "size": 1})
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def task_of(source: str) -> str:
+    """Returns the task that a source names."""
+    return source.removeprefix(REASONING_GYM)
