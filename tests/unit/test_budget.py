@@ -14,14 +14,14 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_150,
-    "shared": 14_600,
+    "shared": 14_660,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_370,
     "services/orchestrator/extensions": 11_470,
     "services/orchestrator/grpo": 2_990,
     "services/orchestrator/jobs": 3_050,
     "services/orchestrator/samplers": 2_800,
-    "services/orchestrator/store": 3_090,
+    "services/orchestrator/store": 3_120,
     "services/reward": 15_050,
     "services/rollout": 5_690,
     "services/trainer": 10_200,

@@ -7,6 +7,8 @@
                                          running, or interrupted and to continue first
     hone:submitted               string  `submitted_ms` of the newest job
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
+    hone:unended                 zset    <API key>/<id> of the jobs of API keys that have not ended,
+                                         for the quota
     hone:attempts                string  the attempt of the lease given last, for all jobs
     hone:job:<id>                hash    the record, and what only the scripts use (see below)
     hone:job:<id>:events         stream  what happened, in order
@@ -70,6 +72,7 @@ QUEUE = "hone:queue"
 BEGUN = "hone:begun"
 SUBMITTED = "hone:submitted"
 ENDED = "hone:ended"
+UNENDED = "hone:unended"
 ATTEMPTS = "hone:attempts"
 JOB = "hone:job:"
 EVENTS = ":events"
@@ -91,6 +94,7 @@ TYPES = {
     BEGUN: "zset",
     SUBMITTED: "string",
     ENDED: "zset",
+    UNENDED: "zset",
     ATTEMPTS: "string",
     SAMPLERS: "set",
     TRAINERS: "set",

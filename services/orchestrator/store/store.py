@@ -36,9 +36,10 @@ from services.orchestrator.store.registrations import (
     uses_below,
 )
 from services.orchestrator.tasks import stop
-from shared.errors import BadRequest, Conflict, Failed, NotFound, no_job
-from shared.http.gate import own_jobs_of
+from shared.errors import BadRequest, Busy, Conflict, Failed, NotFound, no_job
+from shared.http.gate import caller_name, own_jobs_of
 from shared.job import JOB_ID, Job
+from shared.settings import MAX_KEY_JOBS
 from shared.wire import (
     TERMINAL,
     Checkpoint,
@@ -52,6 +53,10 @@ from shared.wire import (
 KEY_TTL_S = 24 * 3600
 """Seconds that an idempotency key or a job's deletion is remembered."""
 
+QUOTA_RETRY_S = 3600
+"""Retry-After of a submission beyond the quota: jobs take hours, so a client that waits for less
+shows the error at once."""
+
 WITHDRAWN = "withdrawn"
 """The answer for an idempotency key whose submission was withdrawn."""
 
@@ -63,9 +68,18 @@ class Store(WorkerSide, Lists):
     registered samplers, `trainers` the registered trainers of all workers, and `removals` the
     removed uploaded files. Every method raises StoreUnavailable when Redis cannot be reached, and
     StoreEmptied when it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at
-    least the newest `keep_events` events of each job."""
+    least the newest `keep_events` events of each job. An API key may have `max_key_jobs` jobs that
+    have not ended."""
 
-    def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        keep_jobs: int = 1000,
+        keep_events: int = 20_000,
+        max_key_jobs: int = MAX_KEY_JOBS,
+    ) -> None:
+        self._max_key_jobs = max_key_jobs
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         super().__init__(connection)
@@ -133,7 +147,8 @@ class Store(WorkerSide, Lists):
     async def submit(self, submission: Submission) -> JobRecord:
         """Returns the record of the queued job, or of the job already submitted with the key. The
         job is in Redis, on disk, when this returns. Raises Conflict for a key that was used for
-        another job or withdrawn, and BadRequest for an uploaded file that was removed meanwhile."""
+        another job or withdrawn, BadRequest for an uploaded file that was removed meanwhile, and
+        Busy for an API key that has as many jobs as it may."""
         fingerprint, key = submission.fingerprint, submission.key
         answer = await self._call(
             "submit",
@@ -142,7 +157,10 @@ class Store(WorkerSide, Lists):
             key_ttl_s=KEY_TTL_S,
             fingerprint=fingerprint,
             fields=submission.fields,
+            max_jobs=self._max_key_jobs,
         )
+        if answer == "full" and submission.by:
+            raise self._too_many_jobs(submission.by.name)
         if answer == "taken":
             raise Conflict(f"there is a job {submission.id!r} already; submit again for another id")
         what, _, file = answer.partition(" ")
@@ -155,6 +173,22 @@ class Store(WorkerSide, Lists):
         Conflict for a key that was used for another job or withdrawn."""
         answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
         return await self.get(_same(key, answer, fingerprint_of(asked))) if answer else None
+
+    async def check_quota(self) -> None:
+        """Raises Busy if `submit` would, so that a job is not checked in vain."""
+        if name := caller_name():
+            range_ = f"[{name}/", f"({name}0"  # "0" is the character after "/"
+            num = await self._do(self._redis.zlexcount(keys.UNENDED, *range_))
+            if num >= self._max_key_jobs:
+                raise self._too_many_jobs(name)
+
+    def _too_many_jobs(self, name: str) -> Busy:
+        return Busy(
+            f"API key {name!r} has {self._max_key_jobs} jobs that have not ended, paused "
+            "ones included, and may have no more (setting HONE_MAX_KEY_JOBS): cancel some, or "
+            "submit again when some have ended",
+            retry_after_s=QUOTA_RETRY_S,
+        )
 
     async def withdraw(self, key: str) -> str | None:
         """From now on no job can be submitted with the key. Returns the id of the job that was
