@@ -17,7 +17,7 @@ LINES = {
     "shared": 14_660,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_370,
-    "services/orchestrator/extensions": 11_470,
+    "services/orchestrator/extensions": 11_560,
     "services/orchestrator/grpo": 2_990,
     "services/orchestrator/jobs": 3_050,
     "services/orchestrator/samplers": 2_800,
