@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -20,12 +21,13 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, Busy, Forbidden, NotFound
+from services.orchestrator.tasks import stop
+from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
 from shared.weights.folders import MANIFEST, STATE
-from shared.wire import ApiKey
+from shared.wire import ApiKey, JobRecord
 from tests.support import orchestrator_stack
 from tests.support.job_records import JOB
 from tests.support.model_folders import make_model_folder
@@ -381,20 +383,47 @@ async def test_no_tenant_has_all_streams_of_events(
     store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "MAX_OF_TENANT", 3)
-    followers = history.Followers(store)
+    app = create_service(settings, store, works=False).app
+    ids = {name: await submitted(store, settings, key_of(name)) for name in ("alice", "bob")}
+    tokens = {name: bearer(settings, name)["authorization"].encode() for name in ids}
 
-    async def opened(name: str) -> AsyncGenerator[str]:
-        caller.set(key_of(name))
-        followers.check_room()
-        stream = followers.follow(await submitted(store, settings, key_of(name)), "0")
-        await anext(stream)
-        return stream
+    async def status_of(name: str) -> int:
+        """Opens a stream of events, and returns its status."""
+        headers = [
+            (b"host", b"host:8000"),
+            (b"authorization", tokens[name]),
+            (b"accept", b"text/event-stream"),
+        ]
+        scope = {"type": "http", "method": "GET", "path": f"/v1/jobs/{ids[name]}/events"}
+        scope |= {"query_string": b"", "headers": headers, "http_version": "1.1"}
+        started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    streams = [await opened("alice") for _ in range(3)]
-    with pytest.raises(Busy, match="3 clients with key 'alice' follow events already"):
-        await opened("alice")
-    streams.append(await opened("bob"))
-    await streams.pop(0).aclose()
-    streams.append(await opened("alice"))
-    for stream in streams:
-        await stream.aclose()
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                started.set_result(message["status"])
+
+        async def receive() -> Any:
+            return await asyncio.Event().wait()
+
+        streams[name].append(asyncio.create_task(app(scope, receive, send)))
+        return await started
+
+    num_read, all_read, get = 0, asyncio.Event(), Store.get
+
+    async def together(self: Store, job_id: str) -> JobRecord:
+        nonlocal num_read
+        record = await get(self, job_id)
+        num_read += 1
+        if num_read == 6:
+            all_read.set()
+        await all_read.wait()
+        return record
+
+    monkeypatch.setattr(Store, "get", together)
+    streams: dict[str, list[asyncio.Task[None]]] = {name: [] for name in ids}
+    found = await asyncio.gather(*(status_of("alice") for _ in range(6)))
+    assert sorted(found) == [200, 200, 200, 429, 429, 429]
+    assert await status_of("bob") == 200 and await status_of("alice") == 429
+    await stop(*streams["alice"])
+    assert await status_of("alice") == 200, "they have ended"
+    await stop(*streams["alice"], *streams["bob"])
