@@ -261,7 +261,8 @@ class Store(WorkerSide, Lists):
     async def pause(self, job_id: str, why: str = "") -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
         `why` is the error that is shown if it is paused now; without one it was requested. Pausing
-        again changes nothing. Raises Conflict if the job has ended."""
+        again changes nothing. A program's model that made room for another job is paused on request
+        from now on. Raises Conflict if the job has ended."""
         before = await self._call("pause", id=_known(job_id), why=why)
         if before in TERMINAL:
             raise Conflict(
@@ -280,6 +281,10 @@ class Store(WorkerSide, Lists):
         if before in TERMINAL:
             raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
         return await self.state(job_id)
+
+    async def resume_preempted(self, job_id: str) -> None:
+        """Queues the job again if it made room for another one, and no one has paused it since."""
+        await self._call("resume", id=_known(job_id), preempted=True)
 
     async def ended_run_dir(self, job_id: str) -> Path | None:
         """Returns the run folder of an ended job, None if there is no such job (any more). Raises
