@@ -29,6 +29,7 @@ from shared.settings import Settings
 from shared.weights.folders import MANIFEST, STATE
 from shared.wire import ApiKey, JobRecord
 from tests.support import orchestrator_stack
+from tests.support.in_process import in_process
 from tests.support.job_records import JOB
 from tests.support.model_folders import make_model_folder
 
@@ -427,3 +428,32 @@ async def test_no_tenant_has_all_streams_of_events(
     await stop(*streams["alice"])
     assert await status_of("alice") == 200, "they have ended"
     await stop(*streams["alice"], *streams["bob"])
+
+
+async def test_a_key_leaves_others_room_for_uploads(store: Store, settings: Settings) -> None:
+    """Of twelve files one key has six, another half of what is left, and HONE_TOKEN the rest."""
+    few = settings.model_copy(update={"max_files": 12})
+    upload = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
+
+    async def num_taken(header: dict[str, str]) -> int:
+        for num in range(20):
+            answer = await http.post("/v1/files", headers=header, **upload)
+            if answer.status_code != 200:
+                assert answer.status_code == 413, answer.text
+                refused.append(answer.json()["detail"])
+                return num
+        return 20
+
+    refused: list[str] = []
+    async with in_process(create_service(few, store, works=False).app) as http:
+        assert await num_taken(bearer(settings, "alice")) == 6
+        bob = bearer(settings, "bob")
+        assert await num_taken(bob) == 3
+        assert await num_taken({"authorization": f"Bearer {ROOT}"}) == 3
+        assert await num_taken(bob) == 0
+    assert refused[0] == (
+        "a file of 3 bytes beside 6 of 18 bytes that API key 'alice' uploaded; expected at most as "
+        "many as are left for all: 6 files and 107374182382 bytes (settings HONE_MAX_FILES and "
+        "HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}, or raise it"
+    )
+    assert refused[2].startswith("there are 12 uploaded files; expected at most 12")

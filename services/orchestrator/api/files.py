@@ -20,7 +20,7 @@ from shared.errors import BadRequest, HoneError, NotFound, TooLarge
 from shared.explain import nearest
 from shared.host.logs import get_logger
 from shared.host.processes import run_in_thread
-from shared.http.gate import scope_key
+from shared.http.gate import caller_name, scope_key
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
 from shared.job import UPLOADED
@@ -81,7 +81,7 @@ def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: S
             key = request.headers.get("idempotency-key")
             name = _filename(file)
             id = await _id_of(key, uploads)
-            add = functools.partial(uploads.add, file.file, name, purpose, id)
+            add = functools.partial(uploads.add, file.file, name, purpose, id, caller_name())
             async with _alone_with(uploads, id):
                 stored = await _written(add)
                 if key:  # a file of this id may have been removed before
