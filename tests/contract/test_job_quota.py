@@ -4,6 +4,7 @@ together. And whose ended jobs are forgotten first."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from pydantic import SecretStr
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.store import keys
+from services.orchestrator.store import store as store_module
 from services.orchestrator.store.records import Submission, find_runs
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
 from shared.errors import Busy
+from shared.http.gate import caller
 from shared.settings import Settings
 from shared.wire import ApiKey
 from tests.support.in_process import in_process
@@ -162,3 +165,25 @@ async def test_a_key_that_submits_and_cancels_forgets_its_own_ended_jobs(store: 
     await store.cancel(hers_too)
     listed = [each.id for each in (await store.list(None, 10)).jobs]
     assert listed == [hers_too, his[5], his[4], roots], "two each: the oldest of all is forgotten"
+
+
+async def test_an_api_key_may_withdraw_so_many_submissions(
+    store: Store, other: Store, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_WITHDRAWN", 2)
+    caller.set(by("al"))
+    for key in ("1", "2", "1"):
+        assert await store.withdraw(key) is None
+    for each in (store, other):
+        with pytest.raises(Busy, match="API key 'al' has withdrawn 2 submissions within 24 hours"):
+            await each.withdraw("3")
+    raw = redis.from_url(redis_url)
+    assert 86_000 < await raw.ttl(f"{keys.WITHDRAWN}al") <= 86_400
+    later = time.time() + 86_401
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert await store.withdraw("3") is None
+    assert await raw.zcard(f"{keys.WITHDRAWN}al") == 1
+    await raw.aclose()
+    for number in range(4):
+        caller.set(by("ala") if number < 2 else None)
+        assert await store.withdraw(f"of another {number}") is None

@@ -23,6 +23,7 @@
                                          expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, or 'withdrawn';
                                          for a day
+    hone:withdrawn:<API key>     zset    such keys that an API key withdrew, by when they expire
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
     hone:removed:<file>          string  when the uploaded file that was removed had been made, in
@@ -83,6 +84,7 @@ SAMPLER = "hone:sampler:"
 TRAINERS = "hone:trainers"
 TRAINER = "hone:trainer:"
 KEY = "hone:key:"
+WITHDRAWN = "hone:withdrawn:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"
 REMOVED = "hone:removed:"

@@ -53,6 +53,10 @@ from shared.wire import (
 KEY_TTL_S = 24 * 3600
 """Seconds that an idempotency key or a job's deletion is remembered."""
 
+MAX_WITHDRAWN = 1000
+"""Submissions that an API key may withdraw within KEY_TTL_S: a key of a submission has up to 1,000
+characters."""
+
 QUOTA_RETRY_S = 3600
 """Retry-After of a submission beyond the quota: jobs take hours, so a client that waits for less
 shows the error at once."""
@@ -192,8 +196,16 @@ class Store(WorkerSide, Lists):
 
     async def withdraw(self, key: str) -> str | None:
         """From now on no job can be submitted with the key. Returns the id of the job that was
-        submitted with the key, None if none was."""
-        answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S)
+        submitted with the key, None if none was. Raises Busy for an API key that has withdrawn
+        MAX_WITHDRAWN within a day: each is remembered so long."""
+        by, most = caller_name() or None, MAX_WITHDRAWN
+        answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S, by=by, most=most)
+        if answer == "full":
+            raise Busy(
+                f"API key {by!r} has withdrawn {most} submissions within {KEY_TTL_S // 3600} hours "
+                "and may withdraw no more: cancel the job once it is submitted",
+                retry_after_s=QUOTA_RETRY_S,
+            )
         return None if answer == WITHDRAWN else answer.partition(" ")[0]
 
     async def get(self, job_id: str) -> JobRecord:
