@@ -82,8 +82,8 @@ class Quota:
             raise TooLarge(
                 f"a file of {new_bytes} bytes beside {num_files} of {size_bytes} bytes that API "
                 f"key {by!r} uploaded; expected at most as many as are left for all: "
-                f"{self.max_files} files and {int(self.max_gib * GIB)} bytes (settings HONE_MAX_FILES and "
-                f"HONE_MAX_FILES_GIB): {REMOVE_SOME}"
+                f"{self.max_files} files and {int(self.max_gib * GIB)} bytes (settings "
+                f"HONE_MAX_FILES and HONE_MAX_FILES_GIB): {REMOVE_SOME}"
             )
 
 
