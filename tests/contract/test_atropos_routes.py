@@ -15,7 +15,8 @@ import pytest
 
 from services.orchestrator.extensions.pushed import atropos, groups
 from services.orchestrator.extensions.pushed.groups import CheckedGroup, GroupIntake, Model
-from shared.errors import Unavailable
+from services.orchestrator.shares import Shares
+from shared.errors import Busy
 from shared.http.gate import caller
 from shared.job import Job
 from shared.wire import ApiKey, PushedGroup, ScoredGroup
@@ -176,24 +177,24 @@ async def test_what_waits_for_room_is_bounded_and_taken_in_order(
     assert trained == [7, 8, 10, 11]
 
 
-def test_an_api_key_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atropos, "MAX_WAITING_BYTES", 1200)
-    monkeypatch.setattr(atropos, "LEAST_BYTES", 100)
-    waiting = atropos.WaitingBodies()
+def test_an_api_key_leaves_others_as_much_as_it_holds() -> None:
+    shares = Shares()
 
     def num_taken(name: str) -> int:
         caller.set(ApiKey(name=name, access="own", created_at=0))
         for num in range(20):
             try:
-                held.enter_context(waiting.room_for(1))
-            except Unavailable:
+                held.enter_context(shares.hold(100, 1200, lambda *of: Busy(repr(of))))
+            except Busy as error:
+                said.append(error.detail)
                 return num
         return 20
 
+    said: list[str] = []
     with contextlib.ExitStack() as held:
         assert num_taken("alice") == 6, "half of all"
         assert num_taken("bob") == 3, "half of what is left"
-        held.enter_context(waiting.room_for(0))
+        assert said == ["(600, 600)", "(300, 300)"]
     assert num_taken("bob") == 6
     caller.set(None)
 

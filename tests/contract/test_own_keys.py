@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 from pydantic import SecretStr
 
-from services.orchestrator.api import history
+from services.orchestrator.api import files, history
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.store.folder import RunFolder
@@ -457,3 +457,44 @@ async def test_a_key_leaves_others_room_for_uploads(store: Store, settings: Sett
         "HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}, or raise it"
     )
     assert refused[2].startswith("there are 12 uploaded files; expected at most 12")
+
+
+async def test_uploads_under_way_take_no_more_than_their_share(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two that have not come yet, one key has one."""
+    monkeypatch.setattr(files, "MOST_BYTES", 2 * files.LEAST_BYTES)
+    app = create_service(settings.model_copy(update={"max_file_mib": 1}), store, works=False).app
+    token = bearer(settings, "alice")["authorization"].encode()
+    form = b"multipart/form-data; boundary=x"
+
+    async def begin() -> asyncio.Task[None]:
+        """Sends an upload's headers and no body."""
+        headers = [(b"host", b"host"), (b"authorization", token), (b"content-type", form)]
+        scope = {"type": "http", "method": "POST", "path": "/v1/files", "http_version": "1.1"}
+        scope |= {"query_string": b"", "headers": [*headers, (b"content-length", b"1000")]}
+        asked = asyncio.Event()
+
+        async def receive() -> Any:
+            asked.set()
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            asked.set()
+
+        task = asyncio.create_task(app(scope, receive, send))
+        await asked.wait()
+        return task
+
+    sent: list[Any] = []
+    first = await begin()
+    assert not sent
+    await begin()
+    assert sent[0]["status"] == 429 and (b"retry-after", b"5") in sent[0]["headers"]
+    assert b"uploads of 8388608 bytes of the API key are under way" in sent[1]["body"]
+    sent.clear()
+    await stop(first)
+    again = await begin()
+    assert not sent, "the room was given back"
+    await stop(again)

@@ -15,7 +15,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 LINES = {
     "hone": 11_150,
     "shared": 14_660,
-    "services/orchestrator/api": 1_765,
+    "services/orchestrator/api": 1_800,
     "services/orchestrator/data": 2_435,
     "services/orchestrator/extensions": 11_575,
     "services/orchestrator/grpo": 2_990,

@@ -14,8 +14,7 @@ import contextlib
 import itertools
 import time
 import zlib
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +23,10 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.extensions.pushed.groups import MAX_BODY_BYTES, CheckedGroup, GroupIntake
+from services.orchestrator.shares import Shares
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
 from shared.http import codec, rendering
-from shared.http.gate import caller_name
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
@@ -156,30 +155,12 @@ def _add_reads(service: Service, api: Atropos, pushing: GroupIntake) -> None:
         return AtroposWandb(group=job.name, project=job.wandb.project if job.wandb else None)
 
 
-class WaitingBodies:
-    """How much of the bodies waits for room, by API key."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def room_for(self, num_bytes: int) -> Generator[None]:
-        """Counts the bytes within the block. Raises Unavailable if the API key has as much as is
-        left for others: one key takes at most half of all, two a third each, and so on."""
-        who, size = caller_name(), max(num_bytes, LEAST_BYTES) if num_bytes else 0
-        left = MAX_WAITING_BYTES - self._taken.total()
-        if size and self._taken[who] + size > left:
-            raise Unavailable(
-                f"{self._taken[who]} bytes of the API key's groups wait for room in their jobs, "
-                f"and {left} are left for all; expected at most as many with this body of "
-                f"{num_bytes}: push it again when a step is done",
-                retry_after_s=FULL_S,
-            )
-        self._taken[who] += size
-        try:
-            yield
-        finally:
-            self._taken -= Counter({who: size})
+def _too_much_waits(held: int, left: int) -> Unavailable:
+    return Unavailable(
+        f"{held} bytes of the API key's groups wait for room in their jobs, and {left} are left "
+        "for all; expected at most as many with this body: push it again when a step is done",
+        retry_after_s=FULL_S,
+    )
 
 
 @dataclass
@@ -198,7 +179,7 @@ class Atropos:
         self._pushing = pushing
         self._heard: dict[str, dict[int, float]] = {}
         self._registering = asyncio.Lock()
-        self._waiting = WaitingBodies()
+        self._waiting = Shares()
         self._lines: dict[str, Line] = {}
 
     async def register(self, job_id: str, asked: RegisterEnv) -> EnvRegistered:
@@ -242,8 +223,11 @@ class Atropos:
                 checked = await self._pushing.checked(job_id, group)
                 if job_id not in self._lines and await self._stored(job_id, checked):
                     continue
-                waiting.enter_context(self._waiting.room_for(num_bytes))
-                num_bytes = 0  # the body counts once
+                if num_bytes:
+                    size = max(num_bytes, LEAST_BYTES)
+                    held = self._waiting.hold(size, MAX_WAITING_BYTES, _too_much_waits)
+                    waiting.enter_context(held)
+                    num_bytes = 0  # the body counts once
                 await self._store_in_turn(job_id, checked, end)
         return DataReceived(groups_processed=len(sent))
 
