@@ -182,6 +182,10 @@ class Unavailable(HoneError):
     title = "Unavailable"
     default_code = "unavailable"
 
+    def __init__(self, detail: str, *, retry_after_s: int = 0, **how: Any) -> None:
+        super().__init__(detail, **how)
+        self.retry_after_s = retry_after_s
+
 
 class Busy(Unavailable):
     status = 429
@@ -190,8 +194,7 @@ class Busy(Unavailable):
     default_code = "busy"
 
     def __init__(self, detail: str, *, retry_after_s: int = 1, **how: Any) -> None:
-        super().__init__(detail, **how)
-        self.retry_after_s = retry_after_s
+        super().__init__(detail, retry_after_s=retry_after_s, **how)
 
 
 class Failed(HoneError):

@@ -41,6 +41,9 @@ from shared.http.urls import (
 
 PREFIX = "HONE_"
 
+MAX_KEY_JOBS = 256
+"""The default of HONE_MAX_KEY_JOBS."""
+
 MAX_PLACES = 16
 """The most jobs that share a trainer."""
 
@@ -209,9 +212,15 @@ class Settings(Documented):
     heartbeat; then another one takes its job over. Long enough for a pause of Redis or of the
     process, short enough that a job soon continues."""
 
+    max_key_jobs: int = Field(default=MAX_KEY_JOBS, ge=1)
+    """Most jobs of one API key that have not ended; paused ones and models of programs count.
+    Each takes up to 1 MiB of Redis, whose memory all share. Jobs that are submitted with HONE_TOKEN
+    do not count: who has it can also raise this."""
+
     keep_jobs: int = Field(default=1000, ge=1)
-    """How many ended jobs are kept in Redis. Older ones are forgotten, with their events; their run
-    folders stay. The default keeps Redis at a few GB."""
+    """How many ended jobs are kept in Redis. Others are forgotten, with their events, the oldest of
+    the API key that has most of them first; run folders stay. The default keeps Redis at a few
+    GB."""
 
     keep_events: int = Field(default=20_000, ge=100)
     """How many of the newest events of each job are kept, at least. The default is enough for a job

@@ -53,6 +53,7 @@ def open_store(settings: Settings) -> Store:
         settings.redis_url.get_secret_value(),
         keep_jobs=settings.keep_jobs,
         keep_events=settings.keep_events,
+        max_key_jobs=settings.max_key_jobs,
     )
 
 

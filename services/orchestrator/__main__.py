@@ -25,6 +25,7 @@ def main(settings: Settings) -> None:
             settings.redis_url.get_secret_value(),
             keep_jobs=settings.keep_jobs,
             keep_events=settings.keep_events,
+            max_key_jobs=settings.max_key_jobs,
         )
     except ValueError as error:  # the URL is not shown: it may hold a password
         raise BadRequest(

@@ -12,8 +12,10 @@ import secrets
 import shlex
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -134,17 +136,49 @@ def _aside(path: Path, data: Data) -> Generator[Path]:
 def locked(path: Path) -> Generator[None]:
     """Locks this path against all threads and processes. Raises Busy."""
     until = time.monotonic() + LOCK_S
-    while True:
-        with path.open("ab") as lock:
-            if _is_locked(lock) and _is_at(path, lock):
-                yield
-                return
-        if time.monotonic() >= until:
-            raise Busy(
-                f"others have had {str(path)!r} locked for {LOCK_S:g} s; ask again, and if it "
-                "stays so, look for an orchestrator that hangs"
-            )
-        time.sleep(LOOK_AT_LOCK_S)
+    with _first_in_process(path, until) as is_first:
+        while is_first:
+            with path.open("ab") as lock:
+                if _is_locked(lock) and _is_at(path, lock):
+                    yield
+                    return
+            if time.monotonic() >= until:
+                break
+            time.sleep(LOOK_AT_LOCK_S)
+    raise Busy(
+        f"others have had {str(path)!r} locked for {LOCK_S:g} s; ask again, and if it stays so, "
+        "look for an orchestrator that hangs"
+    )
+
+
+@dataclass
+class _ThreadLock:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_users: int = 0
+
+
+_thread_locks: dict[Path, _ThreadLock] = {}
+_thread_locks_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def _first_in_process(path: Path, until: float) -> Generator[bool]:
+    """Yields whether no other thread of this process is here, by `until` (time.monotonic). Only one
+    thread looks at the file's lock: hundreds that look 50 times a second would let no other thread
+    work."""
+    with _thread_locks_guard:
+        ours = _thread_locks.setdefault(path, _ThreadLock())
+        ours.num_users += 1
+    is_first = ours.lock.acquire(timeout=max(until - time.monotonic(), 0.0))
+    try:
+        yield is_first
+    finally:
+        if is_first:
+            ours.lock.release()
+        with _thread_locks_guard:
+            ours.num_users -= 1
+            if not ours.num_users:
+                del _thread_locks[path]
 
 
 def _is_locked(file: IO[bytes]) -> bool:

@@ -28,6 +28,7 @@ from shared.errors import (
     Malformed,
     NotFound,
     TooLarge,
+    Unavailable,
     from_problem,
 )
 from shared.explain import nearest, refusal_message
@@ -194,7 +195,7 @@ def preferred_wait_s(request: Request) -> float | None:
 
 def problem(error: HoneError) -> JSONResponse:
     headers: dict[str, str] = {}
-    if isinstance(error, Busy):
+    if isinstance(error, Unavailable) and error.retry_after_s:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, Malformed):
         headers["connection"] = "close"

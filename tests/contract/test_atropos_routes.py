@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -13,9 +14,12 @@ import httpx2 as httpx
 import pytest
 
 from services.orchestrator.extensions.pushed import atropos, groups
-from services.orchestrator.extensions.pushed.groups import Model
+from services.orchestrator.extensions.pushed.groups import CheckedGroup, GroupIntake, Model
+from services.orchestrator.shares import Shares
+from shared.errors import Busy
+from shared.http.gate import caller
 from shared.job import Job
-from shared.wire import PushedGroup, ScoredGroup
+from shared.wire import ApiKey, PushedGroup, ScoredGroup
 from tests.contract.test_pushed import pushed_job
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -130,6 +134,69 @@ async def test_a_group_that_waits_for_room_is_checked_once(
     may_train.set()
     assert (await waiting).json() == {"status": "received", "groups_processed": 1}
     assert (await stack.until(job_id)).status == "succeeded" and len(checked) == 2
+
+
+async def test_what_waits_for_room_is_bounded_and_taken_in_order(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each body counts as 10,000 bytes, and is taken if as many as its key has are left."""
+    monkeypatch.setattr(atropos, "LEAST_BYTES", 10_000)
+    monkeypatch.setattr(atropos, "MAX_WAITING_BYTES", 60_000)
+    may_train = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: may_train.wait()
+    settings = {"prompts_per_step": 1, "group_size": 2}
+    url = await running(stack, pushed_job(tmp_path, sampling=settings, steps=4))
+
+    async def push(token: int) -> httpx.Response:
+        return await stack.http.post(f"{url}/scored_data", json=scored(token))
+
+    assert (await push(7)).status_code == 200
+    looks, store = list[str](), GroupIntake.store
+
+    async def spy(self: GroupIntake, job_id: str, checked: CheckedGroup) -> Any:
+        looks.append(str(checked.group.rollouts[0].token_ids[0]))
+        return await store(self, job_id, checked)
+
+    waiting: list[asyncio.Task[httpx.Response]] = []
+    for token in (8, 10, 11):
+        waiting.append(asyncio.create_task(push(token)))
+        await asyncio.sleep(0.3)
+    refused = await push(12)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+    assert refused.json()["detail"].startswith(
+        "30000 bytes of the API key's groups wait for room in their jobs, and 30000 are left"
+    )
+    monkeypatch.setattr(GroupIntake, "store", spy)
+    await asyncio.sleep(1.2)
+    assert looks and {*looks} == {"8"}, "only the first in the line looks for room"
+    may_train.set()
+    assert [(await each).status_code for each in waiting] == [200, 200, 200]
+    record = await stack.until(url.split("/")[3])
+    assert record.status == "succeeded"
+    trained = [each.examples[0].token_ids[0] for each in stack.fakes.trained]
+    assert trained == [7, 8, 10, 11]
+
+
+def test_an_api_key_leaves_others_as_much_as_it_holds() -> None:
+    shares = Shares()
+
+    def num_taken(name: str) -> int:
+        caller.set(ApiKey(name=name, access="own", created_at=0))
+        for num in range(20):
+            try:
+                held.enter_context(shares.hold(100, 1200, lambda *of: Busy(repr(of))))
+            except Busy as error:
+                said.append(error.detail)
+                return num
+        return 20
+
+    said: list[str] = []
+    with contextlib.ExitStack() as held:
+        assert num_taken("alice") == 6, "half of all"
+        assert num_taken("bob") == 3, "half of what is left"
+        assert said == ["(600, 600)", "(300, 300)"]
+    assert num_taken("bob") == 6
+    caller.set(None)
 
 
 async def test_a_job_has_so_many_environments_and_silent_ones_do_not_count(

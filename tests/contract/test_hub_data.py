@@ -4,19 +4,22 @@ hangs keeps no job."""
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets.config
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 
 from services.orchestrator.data import sources
 from services.orchestrator.data.sources import fetch, needs_hub, source_requests
 from services.orchestrator.data.subprocesses import run_in_subprocess
 from services.orchestrator.grpo.prompts import load_prompts
-from shared.errors import Unavailable
+from shared.errors import BadRequest, Unavailable
 from shared.job import Job
 from shared.settings import Settings
 from tests.support import orchestrator_stack
@@ -93,6 +96,27 @@ async def test_no_other_commit_is_taken_for_the_one_of_the_submission(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match=f"does not have its commit {'b' * 40}"):
         await run_in_subprocess(_read, job, settings, {"train": "b" * 40}, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("megabytes", [1, 8])
+async def test_a_parquet_file_whose_rows_take_far_more_is_refused_before_they_are_written(
+    job: Job, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megabytes: int
+) -> None:
+    """200 rows share a text: they take 0.2 GB, or 1.6."""
+    content = io.BytesIO()
+    table = pyarrow.table({"prompt": ["1?"] * 200, "text": [megabytes * 1_000_000 * "x"] * 200})
+    write_table(table, content, compression="zstd")
+    assert content.tell() < 20_000
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with DataHub(parquet=content.getvalue()).serving() as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        asked = source_requests(job, settings).values()
+        if megabytes == 1:
+            return await fetch(asked)
+        with pytest.raises(BadRequest, match=r"a file of dataset 'owner/data' has \d+ bytes, and"):
+            await fetch(asked)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.arrow")) == 0
 
 
 def _read(job: Job, settings: Settings, versions: dict[str, str]) -> Any:

@@ -312,6 +312,8 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
     async def chat(request: Request) -> JSONResponse | StreamingResponse:
         body = await request.json()
         text = f"{body['model']} says {body['messages'][0]['content']}"
+        if text.endswith("goodbye"):  # another job's weights come before it is sampled
+            stack.fakes.serving = stack.fakes.serving.model_copy(update={"job_id": "sums-3"})
         said = {"role": "assistant", "content": text}
         if body.get("stream"):
             chunk = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": said}]}
@@ -349,6 +351,12 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
     message = await claude.beta.messages.create(model="policy", messages=hello, max_tokens=9)
     assert message.content[0].text == "/v1/messages of policy"  # pyright: ignore
     assert [model.id async for model in client.models.list()][-1] == "sums-2"
+    goodbye: Any = [{"role": "user", "content": "goodbye"}]
+    once = client.with_options(max_retries=0)
+    with pytest.raises(openai.InternalServerError, match="other weights than those of job"):
+        await once.chat.completions.create(model="sums-2", messages=goodbye)
+    answer = await client.chat.completions.create(model="sums-3", messages=goodbye)
+    assert answer.choices[0].message.content == "policy says goodbye"
 
 
 async def test_while_a_sampler_starts_the_call_is_told_so_and_since_when(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -13,20 +14,22 @@ import httpx2 as httpx
 import pytest
 from pydantic import SecretStr
 
-from services.orchestrator.api import history
+from services.orchestrator.api import files, history
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, Busy, Forbidden, NotFound
+from services.orchestrator.tasks import stop
+from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
 from shared.weights.folders import MANIFEST, STATE
-from shared.wire import ApiKey
+from shared.wire import ApiKey, JobRecord
 from tests.support import orchestrator_stack
+from tests.support.in_process import in_process
 from tests.support.job_records import JOB
 from tests.support.model_folders import make_model_folder
 
@@ -399,20 +402,117 @@ async def test_no_tenant_has_all_streams_of_events(
     store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "MAX_OF_TENANT", 3)
-    followers = history.Followers(store)
+    app = create_service(settings, store, works=False).app
+    ids = {name: await submitted(store, settings, key_of(name)) for name in ("alice", "bob")}
+    tokens = {name: bearer(settings, name)["authorization"].encode() for name in ids}
 
-    async def opened(name: str) -> AsyncGenerator[str]:
-        caller.set(key_of(name))
-        followers.check_room()
-        stream = followers.follow(await submitted(store, settings, key_of(name)), "0")
-        await anext(stream)
-        return stream
+    async def status_of(name: str) -> int:
+        """Opens a stream of events, and returns its status."""
+        headers = [
+            (b"host", b"host:8000"),
+            (b"authorization", tokens[name]),
+            (b"accept", b"text/event-stream"),
+        ]
+        scope = {"type": "http", "method": "GET", "path": f"/v1/jobs/{ids[name]}/events"}
+        scope |= {"query_string": b"", "headers": headers, "http_version": "1.1"}
+        started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    streams = [await opened("alice") for _ in range(3)]
-    with pytest.raises(Busy, match="3 clients with key 'alice' follow events already"):
-        await opened("alice")
-    streams.append(await opened("bob"))
-    await streams.pop(0).aclose()
-    streams.append(await opened("alice"))
-    for stream in streams:
-        await stream.aclose()
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                started.set_result(message["status"])
+
+        async def receive() -> Any:
+            return await asyncio.Event().wait()
+
+        streams[name].append(asyncio.create_task(app(scope, receive, send)))
+        return await started
+
+    num_read, all_read, get = 0, asyncio.Event(), Store.get
+
+    async def together(self: Store, job_id: str) -> JobRecord:
+        nonlocal num_read
+        record = await get(self, job_id)
+        num_read += 1
+        if num_read == 6:
+            all_read.set()
+        await all_read.wait()
+        return record
+
+    monkeypatch.setattr(Store, "get", together)
+    streams: dict[str, list[asyncio.Task[None]]] = {name: [] for name in ids}
+    found = await asyncio.gather(*(status_of("alice") for _ in range(6)))
+    assert sorted(found) == [200, 200, 200, 429, 429, 429]
+    assert await status_of("bob") == 200 and await status_of("alice") == 429
+    await stop(*streams["alice"])
+    assert await status_of("alice") == 200, "they have ended"
+    await stop(*streams["alice"], *streams["bob"])
+
+
+async def test_a_key_leaves_others_room_for_uploads(store: Store, settings: Settings) -> None:
+    """Of twelve files one key has six, another half of what is left, and HONE_TOKEN the rest."""
+    few = settings.model_copy(update={"max_files": 12})
+    upload = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
+
+    async def num_taken(header: dict[str, str]) -> int:
+        for num in range(20):
+            answer = await http.post("/v1/files", headers=header, **upload)
+            if answer.status_code != 200:
+                assert answer.status_code == 413, answer.text
+                refused.append(answer.json()["detail"])
+                return num
+        return 20
+
+    refused: list[str] = []
+    async with in_process(create_service(few, store, works=False).app) as http:
+        assert await num_taken(bearer(settings, "alice")) == 6
+        bob = bearer(settings, "bob")
+        assert await num_taken(bob) == 3
+        assert await num_taken({"authorization": f"Bearer {ROOT}"}) == 3
+        assert await num_taken(bob) == 0
+    assert refused[0] == (
+        "a file of 3 bytes beside 6 of 18 bytes that API key 'alice' uploaded; expected at most as "
+        "many as are left for all: 6 files and 107374182382 bytes (settings HONE_MAX_FILES and "
+        "HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}, or raise it"
+    )
+    assert refused[2].startswith("there are 12 uploaded files; expected at most 12")
+
+
+async def test_uploads_under_way_take_no_more_than_their_share(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two that have not come yet, one key has one."""
+    monkeypatch.setattr(files, "MOST_BYTES", 2 * files.LEAST_BYTES)
+    app = create_service(settings.model_copy(update={"max_file_mib": 1}), store, works=False).app
+    token = bearer(settings, "alice")["authorization"].encode()
+    form = b"multipart/form-data; boundary=x"
+
+    async def begin() -> asyncio.Task[None]:
+        """Sends an upload's headers and no body."""
+        headers = [(b"host", b"host"), (b"authorization", token), (b"content-type", form)]
+        scope = {"type": "http", "method": "POST", "path": "/v1/files", "http_version": "1.1"}
+        scope |= {"query_string": b"", "headers": [*headers, (b"content-length", b"1000")]}
+        asked = asyncio.Event()
+
+        async def receive() -> Any:
+            asked.set()
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            asked.set()
+
+        task = asyncio.create_task(app(scope, receive, send))
+        await asked.wait()
+        return task
+
+    sent: list[Any] = []
+    first = await begin()
+    assert not sent
+    await begin()
+    assert sent[0]["status"] == 429 and (b"retry-after", b"5") in sent[0]["headers"]
+    assert b"uploads of 8388608 bytes of the API key are under way" in sent[1]["body"]
+    sent.clear()
+    await stop(first)
+    again = await begin()
+    assert not sent, "the room was given back"
+    await stop(again)

@@ -1118,3 +1118,20 @@ async def test_a_key_that_another_program_wrote_is_named(
         "program writes into this database: give Hone one of its own, or remove the key; "
         f"'{key.format(id=job_id)}' is a string, expected a {kind}"
     )
+
+
+async def test_a_model_that_made_room_stays_paused_once_someone_pauses_it(store: Store) -> None:
+    job_id = await submit(store)
+    await store.halt(await take(store), "preempted: another job waits", "preempted")
+    assert (await store.get(job_id)).pause_reason == "preempted"
+    await store.resume_preempted(job_id)
+    assert (await store.get(job_id)).status == "queued"
+    await store.halt(await take(store), "preempted: another job waits", "preempted")
+    assert (await store.pause(job_id)).status == "paused"
+    record = await store.get(job_id)
+    assert (record.pause_reason, record.error) == ("requested", "paused on request")
+    await store.pause(job_id)
+    await store.resume_preempted(job_id)  # the program's next operation
+    assert (await store.get(job_id)).status == "paused"
+    assert (await messages(store, job_id)).count("paused on request") == 1
+    assert (await store.resume(job_id)).status == "queued"

@@ -4,6 +4,7 @@ one future have one watcher."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,30 @@ def test_bytes_that_wait_are_counted_also_of_an_earlier_process(
         full.check("alice", log, "00000002")
     monkeypatch.setattr(quota, "RETRY_AFTER_S", 0)
     full.check("alice", log, "00000002")
+
+
+def test_a_key_whose_disk_is_slow_keeps_no_other_key_waiting(tmp_path: Path) -> None:
+    reads, goes_on = threading.Event(), threading.Event()
+
+    class SlowLog(OperationLog):
+        def pending(self) -> Any:
+            reads.set()
+            goes_on.wait()
+            return super().pending()
+
+    full = PendingQuota()
+    slow = threading.Thread(target=full.check, args=("alice", SlowLog(tmp_path / "a"), "00000001"))
+    slow.start()
+    reads.wait()
+    bobs = threading.Thread(
+        target=full.check, args=("bob", OperationLog(tmp_path / "b"), "00000001")
+    )
+    bobs.start()
+    bobs.join(10)
+    is_waiting = bobs.is_alive()
+    goes_on.set()
+    slow.join()
+    assert not is_waiting
 
 
 async def test_a_prompt_longer_than_the_model_is_refused(

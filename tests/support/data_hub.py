@@ -15,12 +15,13 @@ COMMIT = "a" * 40
 
 
 class DataHub:
-    """Has `owner/data` at COMMIT: rows of `prompt` and `answer`. While it `hangs` nothing is
-    answered. `num_asked` counts the requests."""
+    """Has `owner/data` at COMMIT: rows of `prompt` and `answer`, or the file `parquet`. Unless it
+    `answers`, requests wait. `num_asked` counts the requests."""
 
-    def __init__(self, num_rows: int = 20) -> None:
+    def __init__(self, num_rows: int = 20, parquet: bytes | None = None) -> None:
+        self.name = "train.parquet" if parquet else "train.jsonl"
         rows = ({"prompt": f"{i}?", "answer": i} for i in range(num_rows))
-        self.file = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        self.file = parquet or "".join(json.dumps(row) + "\n" for row in rows).encode()
         self.answers = threading.Event()
         self.answers.set()
         self.num_asked = 0
@@ -61,8 +62,8 @@ class DataHub:
 
     def _answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         tag, known = hashlib.sha1(self.file).hexdigest(), {"x-repo-commit": COMMIT}
-        entry = {"type": "file", "path": "train.jsonl", "size": len(self.file), "oid": tag}
-        if re.search(r"/resolve/[^/]+/train\.jsonl$", path):
+        entry = {"type": "file", "path": self.name, "size": len(self.file), "oid": tag}
+        if re.search(rf"/resolve/[^/]+/{self.name}$", path):
             return 200, {**known, "etag": f'"{tag}"'}, self.file
         if "/resolve/" in path:
             return 404, {**known, "x-error-code": "EntryNotFound"}, b""

@@ -14,13 +14,14 @@ from fastapi import Query, Request
 from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
+from services.orchestrator.shares import Shares
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import finish_despite_cancel
-from shared.errors import BadRequest, HoneError, NotFound, TooLarge
+from shared.errors import BadRequest, Busy, HoneError, NotFound, TooLarge
 from shared.explain import nearest
 from shared.host.logs import get_logger
 from shared.host.processes import run_in_thread
-from shared.http.gate import scope_key
+from shared.http.gate import caller_name, scope_key
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
 from shared.job import UPLOADED
@@ -40,6 +41,16 @@ T = TypeVar("T")
 
 FORM_ROOM_BYTES = 1 << 16
 """Bytes of a form beside its file."""
+
+MOST_BYTES = 1 << 33
+"""Most bytes of the uploads under way, and at least four of the largest files: what has come of
+them is in memory, or beyond 1 MiB in temporary files, which no quota counts."""
+
+LEAST_BYTES = 1 << 23
+"""What an upload under way counts as at least: so most of half a thousand are of one API key."""
+
+FULL_S = 5
+"""Seconds after which an upload beyond that is to be sent again."""
 
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {
@@ -69,19 +80,24 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 
 def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: Store) -> None:
+    under_way, most = Shares(), max(MOST_BYTES, 4 * settings.max_file_mib << 20)
+
     @service.app.post("/v1/files", openapi_extra=UPLOAD_BODY)
     async def upload_file(request: Request) -> UploadedFile:
         """Stores a file, which jobs can name by its id. It is on disk when this answers. With an
         Idempotency-Key it is stored once."""
-        _check_request(request, settings)
-        async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as form:
+        size = max(_check_request(request, settings), LEAST_BYTES)
+        async with contextlib.AsyncExitStack() as held:
+            held.enter_context(under_way.hold(size, most, _too_much_under_way))
+            reading = request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS)
+            form = await held.enter_async_context(reading)
             file, purpose = _fields(form)
             if file.size is not None and file.size > settings.max_file_mib << 20:
                 raise _too_large(file.size, settings)
             key = request.headers.get("idempotency-key")
             name = _filename(file)
             id = await _id_of(key, uploads)
-            add = functools.partial(uploads.add, file.file, name, purpose, id)
+            add = functools.partial(uploads.add, file.file, name, purpose, id, caller_name())
             async with _alone_with(uploads, id):
                 stored = await _written(add)
                 if key:  # a file of this id may have been removed before
@@ -210,16 +226,30 @@ def _page_of(
     return files[start : start + limit], len(files) > start + limit
 
 
-def _check_request(request: Request, settings: Settings) -> None:
-    """Raises BadRequest for a body that is not a form, and TooLarge for too large a form."""
+def _too_much_under_way(held: int, left: int) -> Busy:
+    return Busy(
+        f"uploads of {held} bytes of the API key are under way, and {left} bytes are left for all; "
+        f"expected at most as many with this one, which counts as {LEAST_BYTES} or more: send it "
+        "again when another one is done",
+        retry_after_s=FULL_S,
+    )
+
+
+def _check_request(request: Request, settings: Settings) -> int:
+    """Returns the most bytes that the form has. Raises BadRequest for a body that is not a form,
+    and TooLarge for too large a form."""
     given = request.headers.get("content-type", "").partition(";")[0].strip()
     if given != FORM:
         raise BadRequest(
             f"Content-Type is {given!r}; expected {FORM} with the fields 'file' and 'purpose'"
         )
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > (settings.max_file_mib << 20) + FORM_ROOM_BYTES:
+    most = (settings.max_file_mib << 20) + FORM_ROOM_BYTES
+    length = request.headers.get("content-length", "")
+    if not length.isdigit():
+        return most
+    if int(length) > most:
         raise _too_large(int(length), settings)
+    return int(length)
 
 
 def _too_large(size: int, settings: Settings) -> TooLarge:

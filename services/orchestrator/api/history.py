@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Path as Path_
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from services.orchestrator.store.connection import MAX_FOLLOWERS
 from services.orchestrator.store.folder import RunFolder
@@ -101,8 +103,8 @@ def _add_events(service: Service, store: Readable) -> None:
             return EventList(events=page, next_after=page[-1].id if more else None)
         seen = request.headers.get("last-event-id", after)
         check_event_id(seen, "Last-Event-ID")
-        followers.check_room()
-        return StreamingResponse(
+        return HeldStream(
+            followers.room(),
             followers.follow(job_id, seen, progress=progress, until_paused=until_paused),
             media_type=EVENT_STREAM,
             headers={"cache-control": "no-store"},
@@ -199,6 +201,18 @@ async def existing_checkpoints(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     return await asyncio.to_thread(lambda: [each for each in found if Path(each.path).is_dir()])
 
 
+class HeldStream(StreamingResponse):
+    """A stream that has `room`, which it took before it was answered, until its end."""
+
+    def __init__(self, room: contextlib.ExitStack, content: Any, **how: Any) -> None:
+        super().__init__(content, **how)
+        self._room = room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._room:
+            await super().__call__(scope, receive, send)
+
+
 class Followers:
     """The open streams of server-sent events. Each holds a connection to Redis while it waits, so
     their number is bounded."""
@@ -207,8 +221,10 @@ class Followers:
         self._store = store
         self._open: Counter[str | None] = Counter()  # by API key of access "own"; None: all others
 
-    def check_room(self) -> None:
-        """Raises Busy if one more would be too many, of all or of a tenant's."""
+    def room(self) -> contextlib.ExitStack:
+        """Takes the room of one stream, until what is returned is closed. Raises Busy if one more
+        would be too many, of all or of a tenant's. Not in `follow`, which begins later: of streams
+        that are asked for at once each would find room."""
         num, who, whose = self._open.total(), own_jobs_of(), ""
         most = MAX_FOLLOWERS
         if who and self._open[who] >= MAX_OF_TENANT:
@@ -218,6 +234,13 @@ class Followers:
                 f"{num} clients{whose} follow events already, and at most {most} can; ask for a "
                 "page of events instead"
             )
+        self._open[who] += 1
+        held = contextlib.ExitStack()
+        held.callback(self._leave, who)
+        return held
+
+    def _leave(self, who: str | None) -> None:
+        self._open -= Counter([who])
 
     async def follow(
         self, job_id: str, last: str, *, progress: bool = False, until_paused: bool = False
@@ -226,26 +249,21 @@ class Followers:
         comment, or with `progress` what the job does. Yields `end` after the last event of an ended
         or, with `until_paused`, a paused job."""
         ends = (None, *TERMINAL, *(["paused"] if until_paused else []))
-        who = own_jobs_of()
-        self._open[who] += 1
         pause_s = PROGRESS_S if progress else SSE_WAIT_S
-        try:
-            while True:
-                ended = (await self._store.status(job_id)) in ends
-                wait_s = None if ended else pause_s
-                found = await self._store.events(job_id, last, block_s=wait_s)
-                for event in found:
-                    last = event.id
-                    yield _sse(event.id, event.type, event.model_dump_json())
-                if ended and not found:
-                    yield _sse("", "end", "{}")
-                    return
-                if not found:
-                    doing = await self._store.doing(job_id) if progress else None
-                    told = JobProgress(message=doing, time=time.time()) if doing else None
-                    yield _sse("", "progress", told.model_dump_json()) if told else ": waiting\n\n"
-        finally:
-            self._open -= Counter([who])
+        while True:
+            ended = (await self._store.status(job_id)) in ends
+            wait_s = None if ended else pause_s
+            found = await self._store.events(job_id, last, block_s=wait_s)
+            for event in found:
+                last = event.id
+                yield _sse(event.id, event.type, event.model_dump_json())
+            if ended and not found:
+                yield _sse("", "end", "{}")
+                return
+            if not found:
+                doing = await self._store.doing(job_id) if progress else None
+                told = JobProgress(message=doing, time=time.time()) if doing else None
+                yield _sse("", "progress", told.model_dump_json()) if told else ": waiting\n\n"
 
 
 def _sse(id: str, type: str, data: str) -> str:

@@ -4,14 +4,15 @@ Hub. And which model folders of the orchestrator's host a job may name."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from services.orchestrator.data.tables import ArrowTable
+from services.orchestrator.data.tables import BATCH_ROWS, ArrowTable, check_expansion
 from shared.errors import BadRequest, Unavailable, first_line
 from shared.http.gate import other_folders
 from shared.settings import Settings
@@ -122,6 +123,20 @@ class PinnedDataset:
                 yield name
 
 
+PARQUET = b"PAR1"
+"""What Parquet files begin with."""
+
+
+def _paths(found: Any) -> Iterator[Path]:
+    """Yields the paths in what a download returns: texts, in lists and tables."""
+    if isinstance(found, str | Path):
+        yield Path(found)
+    elif isinstance(found, Mapping):
+        yield from itertools.chain.from_iterable(map(_paths, cast(Any, found).values()))
+    elif found is not None:
+        yield from itertools.chain.from_iterable(map(_paths, found))
+
+
 @dataclass(frozen=True)
 class HubTable(ArrowTable):
     """`version` is the commit; None if it is unknown because the Hub must not be asked."""
@@ -132,9 +147,32 @@ class HubTable(ArrowTable):
         pinned = PinnedDataset(self.arguments["path"], self.arguments["name"], self.version)
         builder = pinned.cached() or self._asked(pinned)
         if streaming:
+            if hasattr(builder.config, "batch_size"):  # else a batch of Parquet is a row group
+                builder.config.batch_size = BATCH_ROWS
             return builder.as_streaming_dataset(split=self.arguments["split"])
-        builder.download_and_prepare()
+        builder.download_and_prepare(dl_manager=self._checked_downloads(builder))
         return builder.as_dataset(split=self.arguments["split"])
+
+    def _checked_downloads(self, builder: Any) -> Any:
+        """Returns what downloads the data set's files, and checks Parquet files as those of uploads
+        before their rows are written."""
+        from datasets import DownloadConfig, DownloadManager
+
+        table, commit = self, self.version or ""
+
+        class CheckedDownloads(DownloadManager):
+            def download(self, url_or_urls: Any) -> Any:
+                found = super().download(url_or_urls)
+                for path in _paths(found):
+                    if path.is_file() and path.open("rb").read(4) == PARQUET:
+                        check_expansion(path, f"a file of {table.name}", commit)
+                return found
+
+        return CheckedDownloads(
+            dataset_name=builder.dataset_name,
+            download_config=DownloadConfig(use_etag=False, token=builder.token),
+            base_path=builder.base_path,
+        )
 
     def _asked(self, pinned: PinnedDataset) -> Any:
         """Returns the builder from the Hub's files. If the Hub is unreachable, `datasets` would

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.orchestrator.data.generated import ProblemSet, open_generated, task_of
 from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
@@ -19,8 +17,8 @@ from services.orchestrator.data.tables import (
     InlineTable,
     JsonTable,
     Table,
+    check_expansion,
     check_version,
-    check_wanted,
     no_rows,
     unreadable,
 )
@@ -236,7 +234,7 @@ def _parquet(path: Path, name: str, version: str) -> Table:
     try:
         num_rows = read_metadata(path).num_rows  # `datasets` fails on none, with another reason
         if num_rows:
-            _check_expansion(path, name, version)
+            check_expansion(path, name, version)
     except OSError as error:  # also a file that is no Parquet file, without a number
         raise unreadable(name, error) from error
     except ArrowException as error:
@@ -244,53 +242,6 @@ def _parquet(path: Path, name: str, version: str) -> Table:
     if not num_rows:
         raise no_rows(name)
     return ArrowTable(name, version, {"path": "parquet", "data_files": str(path), "split": "train"})
-
-
-LEAST_EXPANDED, EXPANSION = 1 << 30, 32
-"""The rows of a Parquet file may take `LEAST_EXPANDED` bytes in memory, or `EXPANSION` times the
-bytes of the file where that is more."""
-
-BATCH_ROWS = 256
-
-
-@functools.lru_cache(maxsize=64)
-def _check_expansion(path: Path, name: str, _version: str) -> None:
-    """Raises BadRequest for a Parquet file whose rows need far more memory than the file. Parquet
-    stores a text that many rows share once, so a file of 2 KB may expand to a TB."""
-    from pyarrow.parquet import ParquetFile
-
-    most = max(LEAST_EXPANDED, EXPANSION * path.stat().st_size)
-    with ParquetFile(path) as file:
-        columns = [file.schema.column(at) for at in range(len(file.schema))]
-    texts = [one.path for one in columns if one.physical_type == "BYTE_ARRAY"]
-    taken = 0
-    with ParquetFile(path, read_dictionary=texts) as file:
-        for batch in file.iter_batches(BATCH_ROWS):
-            check_wanted()
-            taken += sum(map(_expanded_bytes, batch.columns))
-            if taken > most:
-                raise BadRequest(
-                    f"{name} has {path.stat().st_size} bytes, and its rows take more than {most}; "
-                    "expected fewer: leave out columns that no one reads, or texts that all rows "
-                    "share (data.template may have them)"
-                )
-
-
-def _expanded_bytes(column: Any) -> int:
-    """Returns the bytes of an Arrow array if each row had its own copy of its texts."""
-    from pyarrow import compute, types
-
-    made: Any = compute  # pyarrow makes its functions when it is imported
-    if types.is_dictionary(column.type):
-        lengths = made.binary_length(column.dictionary)
-        return int(made.sum(made.take(lengths, column.indices)).as_py() or 0)
-    if types.is_map(column.type):
-        return sum(map(_expanded_bytes, (column.keys, column.items)))
-    if types.is_struct(column.type):
-        return sum(map(_expanded_bytes, column.flatten()))
-    if types.is_nested(column.type):  # a list
-        return 4 * len(column) + _expanded_bytes(column.flatten())
-    return int(column.nbytes)
 
 
 FORMATS: dict[str, Callable[[Path, str, str], Table]] = {

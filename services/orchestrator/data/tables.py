@@ -618,6 +618,53 @@ def check_wanted() -> None:
         raise Failed("it was ended: no one waits for it any more")
 
 
+LEAST_EXPANDED, EXPANSION = 1 << 30, 32
+"""The rows of a Parquet file may take `LEAST_EXPANDED` bytes in memory, or `EXPANSION` times the
+bytes of the file where that is more."""
+
+BATCH_ROWS = 256
+
+
+@functools.lru_cache(maxsize=64)
+def check_expansion(path: Path, name: str, _version: str) -> None:
+    """Raises BadRequest for a Parquet file whose rows need far more memory than the file. Parquet
+    stores a text that many rows share once, so a file of 2 KB may expand to a TB."""
+    from pyarrow.parquet import ParquetFile
+
+    most = max(LEAST_EXPANDED, EXPANSION * path.stat().st_size)
+    with ParquetFile(path) as file:
+        columns = [file.schema.column(at) for at in range(len(file.schema))]
+    texts = [one.path for one in columns if one.physical_type == "BYTE_ARRAY"]
+    taken = 0
+    with ParquetFile(path, read_dictionary=texts) as file:
+        for batch in file.iter_batches(BATCH_ROWS):
+            check_wanted()
+            taken += sum(map(_expanded_bytes, batch.columns))
+            if taken > most:
+                raise BadRequest(
+                    f"{name} has {path.stat().st_size} bytes, and its rows take more than {most}; "
+                    "expected fewer: leave out columns that no one reads, or texts that all rows "
+                    "share (data.template may have them)"
+                )
+
+
+def _expanded_bytes(column: Any) -> int:
+    """Returns the bytes of an Arrow array if each row had its own copy of its texts."""
+    from pyarrow import compute, types
+
+    made: Any = compute  # pyarrow makes its functions when it is imported
+    if types.is_dictionary(column.type):
+        lengths = made.binary_length(column.dictionary)
+        return int(made.sum(made.take(lengths, column.indices)).as_py() or 0)
+    if types.is_map(column.type):
+        return sum(map(_expanded_bytes, (column.keys, column.items)))
+    if types.is_struct(column.type):
+        return sum(map(_expanded_bytes, column.flatten()))
+    if types.is_nested(column.type):  # a list
+        return 4 * len(column) + _expanded_bytes(column.flatten())
+    return int(column.nbytes)
+
+
 def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:
     """Yields offset, content and number (from 1) of each line that is not blank."""
     offset = 0

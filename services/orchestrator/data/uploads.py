@@ -2,6 +2,7 @@
 
     <runs_dir>/.files/file-<24 hex>/file.json    what it is, as `GET /v1/files/{id}` shows it
                                     content.csv  its bytes, with the ending of its name
+                                    by.<name>    empty: the name of the API key that uploaded it
                       .lock-file-<24 hex>        locked by who stores or removes that file
 
 Orchestrators that share `runs_dir` share them.
@@ -42,6 +43,10 @@ BLOCK_BYTES = 1 << 20
 
 REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
 
+BY = "by."
+"""What the name of an empty file begins with that says which API key uploaded the file beside
+it."""
+
 UNFINISHED, REMOVED = ".file-", ".removed-"
 """Prefixes of folders that are being written, and of folders that are being removed."""
 
@@ -70,6 +75,17 @@ class Quota:
                 f"bytes in all (setting HONE_MAX_FILES_GIB): {REMOVE_SOME}"
             )
 
+    def check_share(self, by: str, num_files: int, size_bytes: int, new_bytes: int) -> None:
+        """Raises TooLarge if an API key had more than these limits, which are what is left for all:
+        so one key takes at most half of all, two a third each, and none keeps others out."""
+        if num_files >= self.max_files or size_bytes + new_bytes > self.max_gib * GIB:
+            raise TooLarge(
+                f"a file of {new_bytes} bytes beside {num_files} of {size_bytes} bytes that API "
+                f"key {by!r} uploaded; expected at most as many as are left for all: "
+                f"{self.max_files} files and {int(self.max_gib * GIB)} bytes (settings "
+                f"HONE_MAX_FILES and HONE_MAX_FILES_GIB): {REMOVE_SOME}"
+            )
+
 
 class Uploads:
     """The files below `runs_dir`, within `quota`, if there is one."""
@@ -95,11 +111,13 @@ class Uploads:
         """Returns what makes ids of idempotency keys for this folder of runs (`new_id`)."""
         return kept_secret(self._root.parent / ".keys" / "files.secret")
 
-    def add(self, content: BinaryIO, filename: str, purpose: Purpose, id: str) -> UploadedFile:
-        """Stores a file under this id (`new_id`); it is on disk when this returns. Call it within
-        `alone_with`. An existing file is kept. Raises Conflict if that has other content,
-        BadRequest for an empty file, TooLarge beyond the quota, Busy if a lock stays taken, Failed
-        if the disk refuses it."""
+    def add(
+        self, content: BinaryIO, filename: str, purpose: Purpose, id: str, by: str = ""
+    ) -> UploadedFile:
+        """Stores a file under this id (`new_id`) for the API key `by`, "" for HONE_TOKEN; it is on
+        disk when this returns. Call it within `alone_with`. An existing file is kept. Raises
+        Conflict if that has other content, BadRequest for an empty file, TooLarge beyond the quota,
+        Busy if a lock stays taken, Failed if the disk refuses it."""
         size = _size_of(content)
         if not size:
             raise BadRequest(f"the file {filename!r} is empty; expected at least one row")
@@ -114,7 +132,7 @@ class Uploads:
             if self._folder(id).exists():
                 return self._same(made, content)
             disk.make_folder(self._root)
-            aside = self._take_room(made)
+            aside = self._take_room(made, by)
             try:
                 return self._written(aside, made, content)
             finally:
@@ -156,7 +174,7 @@ class Uploads:
             disk.flush(self._root)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _take_room(self, made: UploadedFile) -> Path:
+    def _take_room(self, made: UploadedFile, by: str) -> Path:
         """Reserves room: returns a folder aside with a file of the full size, which counts from now
         on. Raises TooLarge."""
         for left in self._root.glob(f".{made.id}.*"):  # by a crash: no one else writes it
@@ -164,8 +182,9 @@ class Uploads:
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with disk.locked(self._root.parent / LOCK):
             self._sweep()
-            self._check_room(made)
+            self._check_room(made, by)
             aside.mkdir()
+            (aside / f"{BY}{by}").touch()
             with (aside / _content_name(made.filename)).open("xb") as file:
                 file.truncate(made.bytes)
         return aside
@@ -181,14 +200,18 @@ class Uploads:
         disk.flush(self._root)
         return made
 
-    def _check_room(self, made: UploadedFile) -> None:
+    def _check_room(self, made: UploadedFile, by: str) -> None:
         """Raises TooLarge if the file is too much beside the stored files and the uploads under
-        way."""
+        way, or beside those of its API key."""
         if self._quota is None:
             return
         under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first, else an ending one is missed
-        sizes = [_content_size(folder) for folder in (*under_way, *self._root.glob("file-*"))]
+        found = [_size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))]
+        sizes, own = [size for size, _ in found], [size for size, key in found if key == by]
         self._quota.check(len(sizes), sum(sizes), made.bytes)
+        if by:
+            left = Quota(self._quota.max_files - len(sizes), self._quota.max_gib - sum(sizes) / GIB)
+            left.check_share(by, len(own), sum(own), made.bytes)
 
     def _same(self, made: UploadedFile, content: BinaryIO) -> UploadedFile:
         """Returns the file that is stored under the same key already."""
@@ -232,11 +255,17 @@ def _size_of(content: BinaryIO) -> int:
     return size - at
 
 
-def _content_size(folder: Path) -> int:
-    """Returns the size of a file in bytes; 0 if it was removed since."""
+def _size_and_key(folder: Path) -> tuple[int, str]:
+    """Returns the size of a file in bytes, 0 if it was removed since, and the API key that uploaded
+    it: "" for HONE_TOKEN, and if an older version stored it."""
+    size, key = 0, ""
     with contextlib.suppress(FileNotFoundError):
-        return sum(file.stat().st_size for file in folder.glob("content*"))
-    return 0
+        for entry in os.scandir(folder):
+            if entry.name.startswith("content"):
+                size += entry.stat().st_size
+            elif entry.name.startswith(BY):
+                key = entry.name.removeprefix(BY)
+    return size, key
 
 
 def _has_bytes(path: Path, content: BinaryIO) -> bool:

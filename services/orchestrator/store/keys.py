@@ -7,6 +7,8 @@
                                          running, or interrupted and to continue first
     hone:submitted               string  `submitted_ms` of the newest job
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
+    hone:unended                 zset    <API key>/<id> of the jobs of API keys that have not ended,
+                                         for the quota
     hone:attempts                string  the attempt of the lease given last, for all jobs
     hone:job:<id>                hash    the record, and what only the scripts use (see below)
     hone:job:<id>:events         stream  what happened, in order
@@ -21,6 +23,7 @@
                                          expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, or 'withdrawn';
                                          for a day
+    hone:withdrawn:<API key>     zset    such keys that an API key withdrew, by when they expire
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
     hone:removed:<file>          string  when the uploaded file that was removed had been made, in
@@ -70,6 +73,7 @@ QUEUE = "hone:queue"
 BEGUN = "hone:begun"
 SUBMITTED = "hone:submitted"
 ENDED = "hone:ended"
+UNENDED = "hone:unended"
 ATTEMPTS = "hone:attempts"
 JOB = "hone:job:"
 EVENTS = ":events"
@@ -80,6 +84,7 @@ SAMPLER = "hone:sampler:"
 TRAINERS = "hone:trainers"
 TRAINER = "hone:trainer:"
 KEY = "hone:key:"
+WITHDRAWN = "hone:withdrawn:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"
 REMOVED = "hone:removed:"
@@ -91,6 +96,7 @@ TYPES = {
     BEGUN: "zset",
     SUBMITTED: "string",
     ENDED: "zset",
+    UNENDED: "zset",
     ATTEMPTS: "string",
     SAMPLERS: "set",
     TRAINERS: "set",

@@ -99,10 +99,12 @@ def _named_paths(job: Job) -> set[str]:
 
 async def complete_submission(store: Store, asked: Job, key: str | None) -> JobRecord | None:
     """Returns and raises as `Store.submitted`. Completes the run folder, because the submission may
-    have been interrupted."""
+    have been interrupted. Raises Busy for a new job of an API key that has as many as it may."""
     record = await store.submitted(asked, key)
     if record:
         await _written(RunFolder(Path(record.run_dir)).submitted)
+    else:
+        await store.check_quota()
     return record
 
 

@@ -36,9 +36,10 @@ from services.orchestrator.store.registrations import (
     uses_below,
 )
 from services.orchestrator.tasks import stop
-from shared.errors import BadRequest, Conflict, Failed, NotFound, no_job
-from shared.http.gate import own_jobs_of
+from shared.errors import BadRequest, Busy, Conflict, Failed, NotFound, no_job
+from shared.http.gate import caller_name, own_jobs_of
 from shared.job import JOB_ID, Job
+from shared.settings import MAX_KEY_JOBS
 from shared.wire import (
     TERMINAL,
     Checkpoint,
@@ -52,6 +53,14 @@ from shared.wire import (
 KEY_TTL_S = 24 * 3600
 """Seconds that an idempotency key or a job's deletion is remembered."""
 
+MAX_WITHDRAWN = 1000
+"""Submissions that an API key may withdraw within KEY_TTL_S: a key of a submission has up to 1,000
+characters."""
+
+QUOTA_RETRY_S = 3600
+"""Retry-After of a submission beyond the quota: jobs take hours, so a client that waits for less
+shows the error at once."""
+
 WITHDRAWN = "withdrawn"
 """The answer for an idempotency key whose submission was withdrawn."""
 
@@ -63,9 +72,18 @@ class Store(WorkerSide, Lists):
     registered samplers, `trainers` the registered trainers of all workers, and `removals` the
     removed uploaded files. Every method raises StoreUnavailable when Redis cannot be reached, and
     StoreEmptied when it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at
-    least the newest `keep_events` events of each job."""
+    least the newest `keep_events` events of each job. An API key may have `max_key_jobs` jobs that
+    have not ended."""
 
-    def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        keep_jobs: int = 1000,
+        keep_events: int = 20_000,
+        max_key_jobs: int = MAX_KEY_JOBS,
+    ) -> None:
+        self._max_key_jobs = max_key_jobs
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         super().__init__(connection)
@@ -133,7 +151,8 @@ class Store(WorkerSide, Lists):
     async def submit(self, submission: Submission) -> JobRecord:
         """Returns the record of the queued job, or of the job already submitted with the key. The
         job is in Redis, on disk, when this returns. Raises Conflict for a key that was used for
-        another job or withdrawn, and BadRequest for an uploaded file that was removed meanwhile."""
+        another job or withdrawn, BadRequest for an uploaded file that was removed meanwhile, and
+        Busy for an API key that has as many jobs as it may."""
         fingerprint, key = submission.fingerprint, submission.key
         answer = await self._call(
             "submit",
@@ -142,7 +161,10 @@ class Store(WorkerSide, Lists):
             key_ttl_s=KEY_TTL_S,
             fingerprint=fingerprint,
             fields=submission.fields,
+            max_jobs=self._max_key_jobs,
         )
+        if answer == "full" and submission.by:
+            raise self._too_many_jobs(submission.by.name)
         if answer == "taken":
             raise Conflict(f"there is a job {submission.id!r} already; submit again for another id")
         what, _, file = answer.partition(" ")
@@ -156,10 +178,34 @@ class Store(WorkerSide, Lists):
         answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
         return await self.get(_same(key, answer, fingerprint_of(asked))) if answer else None
 
+    async def check_quota(self) -> None:
+        """Raises Busy if `submit` would, so that a job is not checked in vain."""
+        if name := caller_name():
+            range_ = f"[{name}/", f"({name}0"  # "0" is the character after "/"
+            num = await self._do(self._redis.zlexcount(keys.UNENDED, *range_))
+            if num >= self._max_key_jobs:
+                raise self._too_many_jobs(name)
+
+    def _too_many_jobs(self, name: str) -> Busy:
+        return Busy(
+            f"API key {name!r} has {self._max_key_jobs} jobs that have not ended, paused "
+            "ones included, and may have no more (setting HONE_MAX_KEY_JOBS): cancel some, or "
+            "submit again when some have ended",
+            retry_after_s=QUOTA_RETRY_S,
+        )
+
     async def withdraw(self, key: str) -> str | None:
         """From now on no job can be submitted with the key. Returns the id of the job that was
-        submitted with the key, None if none was."""
-        answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S)
+        submitted with the key, None if none was. Raises Busy for an API key that has withdrawn
+        MAX_WITHDRAWN within a day: each is remembered so long."""
+        by, most = caller_name() or None, MAX_WITHDRAWN
+        answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S, by=by, most=most)
+        if answer == "full":
+            raise Busy(
+                f"API key {by!r} has withdrawn {most} submissions within {KEY_TTL_S // 3600} hours "
+                "and may withdraw no more: cancel the job once it is submitted",
+                retry_after_s=QUOTA_RETRY_S,
+            )
         return None if answer == WITHDRAWN else answer.partition(" ")[0]
 
     async def get(self, job_id: str) -> JobRecord:
@@ -227,7 +273,8 @@ class Store(WorkerSide, Lists):
     async def pause(self, job_id: str, why: str = "") -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
         `why` is the error that is shown if it is paused now; without one it was requested. Pausing
-        again changes nothing. Raises Conflict if the job has ended."""
+        again changes nothing. A program's model that made room for another job is paused on request
+        from now on. Raises Conflict if the job has ended."""
         before = await self._call("pause", id=_known(job_id), why=why)
         if before in TERMINAL:
             raise Conflict(
@@ -246,6 +293,10 @@ class Store(WorkerSide, Lists):
         if before in TERMINAL:
             raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
         return await self.state(job_id)
+
+    async def resume_preempted(self, job_id: str) -> None:
+        """Queues the job again if it made room for another one, and no one has paused it since."""
+        await self._call("resume", id=_known(job_id), preempted=True)
 
     async def ended_run_dir(self, job_id: str) -> Path | None:
         """Returns the run folder of an ended job, None if there is no such job (any more). Raises

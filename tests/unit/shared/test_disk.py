@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared.errors import Busy
 from shared.host import disk
 
 
@@ -78,3 +83,46 @@ def test_folders_that_are_made_are_flushed_into_those_above(
     calls.clear()
     disk.make_folder(tmp_path / "a" / "b")
     assert calls == []
+
+
+def test_only_one_thread_of_a_process_looks_at_a_lock_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds that look would let no other thread work."""
+    lookers, taken, flock = set[int](), list[str](), fcntl.flock
+
+    def spy(*arguments: Any) -> None:
+        lookers.add(threading.get_ident())
+        flock(*arguments)
+
+    def take(path: Path) -> None:
+        with disk.locked(path):
+            taken.append(path.name)
+
+    monkeypatch.setattr(fcntl, "flock", spy)
+    path = tmp_path / "lock"
+    with disk.locked(path):
+        waiting = [threading.Thread(target=take, args=(path,)) for _ in range(50)]
+        for thread in waiting:
+            thread.start()
+        time.sleep(0.3)  # time for 15 looks of each
+        assert lookers == {threading.get_ident()} and not taken
+        take(tmp_path / "other")
+    for thread in waiting:
+        thread.join()
+    assert taken == ["other", *50 * ["lock"]]
+
+
+def test_who_waits_for_a_lock_in_vain_is_told_so_and_holds_up_no_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "LOCK_S", 0.1)
+    path = tmp_path / "lock"
+    with path.open("ab") as others:  # as another process has it
+        fcntl.flock(others, fcntl.LOCK_EX)
+        with pytest.raises(Busy, match=r"locked for 0\.1 s"), disk.locked(path):
+            pass
+    with disk.locked(path), pytest.raises(Busy, match=r"locked for 0\.1 s"), disk.locked(path):
+        pass
+    with disk.locked(path):
+        pass

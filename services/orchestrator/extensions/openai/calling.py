@@ -133,9 +133,15 @@ class Calls:
             asked = http.build_request("POST", request.url.path, content=body, headers=headers)
             try:
                 answer = await _answer(http.send(asked, stream=True), request)
+                unless_answered.push_async_callback(answer.aclose)
+                is_right = not called or await _job_of_policy(http) == name
             except httpx.RequestError as error:
                 raise Unavailable(f"the sampler at {url} did not answer: {error!r}") from error
-            unless_answered.push_async_callback(answer.aclose)
+            if not is_right:
+                raise Unavailable(
+                    f"the sampler at {url} was given other weights than those of job {name!r:.200} "
+                    "while it was called; ask again: another sampler may still have them"
+                )
             stack = unless_answered.pop_all()
         return StreamingResponse(
             _bytes(answer, url, stack),
@@ -189,9 +195,15 @@ async def _by_job(
     known = {model.id for model in models}
     if POLICY not in known:
         return ()
-    answer = await http.get("/weights", timeout=MODELS_S)
-    job = answer.json().get("job_id") if answer.status_code == 200 else None
+    job = await _job_of_policy(http)
     return () if job is None or job in known else (ServedModel(id=job, **{CALLED: POLICY}),)
+
+
+async def _job_of_policy(http: httpx.AsyncClient) -> str | None:
+    """Returns the job whose weights serve as `policy`. A load of another job's weights ends what is
+    under way, so an answer that begins while they serve has them to its end."""
+    answer = await http.get("/weights", timeout=MODELS_S)
+    return answer.json().get("job_id") if answer.status_code == 200 else None
 
 
 def _problem(answer: httpx.Response, url: str) -> HoneError:

@@ -2,24 +2,28 @@
 `/v1/jobs/{job_id}/atropos`: an environment takes this URL as its `rollout_server_url`. Hone is the
 trainer, so `/register` and `/batch` are refused.
 
-An environment gives up a group that is refused, so one without room waits here. A lost connection
-is tried again by the environment, and the same group is stored once.
+An environment gives up a group that is refused (4xx), so one without room waits here, as long as
+not too much waits. A lost connection and a 503 are tried again by the environment, and the same
+group is stored once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.extensions.pushed.groups import MAX_BODY_BYTES, GroupIntake
+from services.orchestrator.extensions.pushed.groups import MAX_BODY_BYTES, CheckedGroup, GroupIntake
+from services.orchestrator.shares import Shares
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
 from shared.http import codec, rendering
@@ -57,6 +61,12 @@ HOLD_S = 240.0
 
 LOOK_S = 0.5
 
+MAX_WAITING_BYTES = 1 << 28
+"""Bytes of the bodies whose groups wait for room, of all API keys together."""
+
+LEAST_BYTES = 1 << 16
+"""What a waiting body counts as at least: a request takes memory of its own."""
+
 MAX_ENVIRONMENTS = 256
 """Environments of a job at a time."""
 
@@ -89,13 +99,13 @@ def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> No
 
     async def scored_data(job_id: str, request: Request) -> Response:
         """Stores a group before it answers. Waits while the job has no room for it."""
-        sent = await _sent(request, ScoredData, limit_bytes)
-        return await rendering.render(await api.push(job_id, sent), request)
+        sent, num_bytes = await _sent(request, ScoredData, limit_bytes)
+        return await rendering.render(await api.push(job_id, sent, num_bytes), request)
 
     async def scored_data_list(job_id: str, request: Request) -> Response:
         """Stores groups, each as `/scored_data` does."""
-        sent = await _sent(request, ScoredDataList, limit_bytes)
-        return await rendering.render(await api.push(job_id, sent), request)
+        sent, num_bytes = await _sent(request, ScoredDataList, limit_bytes)
+        return await rendering.render(await api.push(job_id, sent, num_bytes), request)
 
     async def status_env(job_id: str, request: Request) -> Response:
         """How far the job is, for the environment that the body names."""
@@ -145,6 +155,22 @@ def _add_reads(service: Service, api: Atropos, pushing: GroupIntake) -> None:
         return AtroposWandb(group=job.name, project=job.wandb.project if job.wandb else None)
 
 
+def _too_much_waits(held: int, left: int) -> Unavailable:
+    return Unavailable(
+        f"{held} bytes of the API key's groups wait for room in their jobs, and {left} are left "
+        "for all; expected at most as many with this body: push it again when a step is done",
+        retry_after_s=FULL_S,
+    )
+
+
+@dataclass
+class Line:
+    """The requests that wait for room in a job, in the order in which they came."""
+
+    first: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
 class Atropos:
     """`_heard` says of each job's environments when they asked last (time.monotonic). One that is
     silent for `environment.episode_s` has no share, until it asks again."""
@@ -153,6 +179,8 @@ class Atropos:
         self._pushing = pushing
         self._heard: dict[str, dict[int, float]] = {}
         self._registering = asyncio.Lock()
+        self._waiting = Shares()
+        self._lines: dict[str, Line] = {}
 
     async def register(self, job_id: str, asked: RegisterEnv) -> EnvRegistered:
         """Returns the environment's number. An environment of a job that does not run yet is to
@@ -181,26 +209,55 @@ class Atropos:
             num_steps=record.job.steps,
         )
 
-    async def push(self, job_id: str, sent: Sequence[Converted]) -> DataReceived:
-        """Returns once all groups are on disk."""
+    async def push(
+        self, job_id: str, sent: Sequence[Converted], num_bytes: int = 0
+    ) -> DataReceived:
+        """Returns once all groups are on disk. Raises Unavailable if a group has found no room in
+        HOLD_S, or too much waits already beside its body of `num_bytes`."""
         end = time.monotonic() + HOLD_S
         heard = self._heard.get(job_id, {})
         for number in heard.keys() & {env_id for env_id, _ in sent}:
             heard[number] = time.monotonic()
-        for _, group in sent:
-            await self._push(job_id, group, end)
+        with contextlib.ExitStack() as waiting:
+            for _, group in sent:
+                checked = await self._pushing.checked(job_id, group)
+                if job_id not in self._lines and await self._stored(job_id, checked):
+                    continue
+                if num_bytes:
+                    size = max(num_bytes, LEAST_BYTES)
+                    held = self._waiting.hold(size, MAX_WAITING_BYTES, _too_much_waits)
+                    waiting.enter_context(held)
+                    num_bytes = 0  # the body counts once
+                await self._store_in_turn(job_id, checked, end)
         return DataReceived(groups_processed=len(sent))
 
-    async def _push(self, job_id: str, group: PushedGroup, end: float) -> None:
-        checked = await self._pushing.checked(job_id, group)
-        while True:
-            try:
-                await self._pushing.store(job_id, checked)
-                return
-            except Busy as error:
-                if time.monotonic() >= end:
-                    raise Unavailable(error.detail) from error
-            await asyncio.sleep(LOOK_S)
+    async def _store_in_turn(self, job_id: str, checked: CheckedGroup, end: float) -> None:
+        """Stores the group as soon as there is room for it, after those that waited before it. Only
+        the first in the line looks for room."""
+        line = self._lines.setdefault(job_id, Line())
+        line.num_waiting += 1
+        try:
+            async with asyncio.timeout(end - time.monotonic()), line.first:
+                while not await self._stored(job_id, checked):
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"job {job_id!r} had no room for the group in {HOLD_S:g} s: it has as many as "
+                "max_staleness allows; push it again when a step is done",
+                retry_after_s=FULL_S,
+            ) from error
+        finally:
+            line.num_waiting -= 1
+            if not line.num_waiting:
+                self._lines.pop(job_id, None)
+
+    async def _stored(self, job_id: str, checked: CheckedGroup) -> bool:
+        """Stores the group; returns False while the job has no room for it."""
+        try:
+            await self._pushing.store(job_id, checked)
+        except Busy:
+            return False
+        return True
 
     async def status(self, job_id: str) -> AtroposStatus:
         """Returns how far the job is. Of a job that has ended, one step beyond its last: by this an
@@ -339,8 +396,8 @@ def _check(data: ScoredData) -> None:
 
 async def _sent(
     request: Request, kind: type[ScoredData | ScoredDataList], limit_bytes: int
-) -> list[Converted]:
-    """Returns the groups of a body in Hone's form."""
+) -> tuple[list[Converted], int]:
+    """Returns the groups of a body in Hone's form, and the bytes of the body."""
     data = await _body(request, limit_bytes)
 
     def read() -> list[Converted]:
@@ -348,7 +405,7 @@ async def _sent(
         groups = sent.root if isinstance(sent, ScoredDataList) else (sent,)
         return [(each.env_id, pushed_group(each)) for each in groups]
 
-    return await rendering.parse_body(len(data), read)
+    return await rendering.parse_body(len(data), read), len(data)
 
 
 async def _body(request: Request, limit_bytes: int) -> bytes:

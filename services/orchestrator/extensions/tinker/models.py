@@ -284,7 +284,7 @@ class Operations:
         await write_despite_cancel(log.accept, number, operation)
         await asyncio.to_thread(self._quota.note, caller_name(), log, f"{number:08}")
         if is_preempted_model(record):
-            await self._store.resume(record.id)
+            await self._store.resume_preempted(record.id)
         return {"request_id": future_of(record.id, number), "model_id": record.id}
 
 
@@ -401,7 +401,7 @@ class Futures:
         else:
             raise NotFound(f"there is no request {record.id}:{rest}")
         if found is None and is_preempted_model(record):
-            await self._store.resume(record.id)
+            await self._store.resume_preempted(record.id)
         elif found is None and _is_over(record):
             why = f"the model {record.id!r} is {record.status}: {record.error or 'it has ended'}"
             return _failed(why, user=False)

@@ -3,9 +3,12 @@ model that this process has not seen, its folder is read first."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.orchestrator.extensions.tinker.log import OperationLog
@@ -21,55 +24,69 @@ calls of the 5 MB that the SDK sends at a time."""
 RETRY_AFTER_S = 2
 
 
+@dataclass
+class Pending:
+    """What waits of one API key: the bytes of each operation and order, by run folder and name."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sizes: dict[tuple[Path, str], int] = field(default_factory=dict[tuple[Path, str], int])
+    seen: set[Path] = field(default_factory=set[Path])
+    counted_at: float = -math.inf
+
+
 class PendingQuota:
-    """Methods wait for the disk: call them in a thread."""
+    """Methods wait for the disk, and for other threads of the same key: call them in a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: dict[str, dict[tuple[Path, str], int]] = {}  # bytes, by API key
-        self._seen: set[tuple[str, Path]] = set()
-        self._counted_at: dict[str, float] = {}
+        self._pending: dict[str, Pending] = {}
 
     def check(self, key: str, log: OperationLog, name: str) -> None:
         """Raises Busy if too much of the key waits already, unless the operation `name` has come
         before."""
-        with self._lock:
-            pending = self._of(key, log)
+        with self._of(key, log) as pending:
             if log.pending_bytes(name):
                 return
-            if _is_full(pending):
-                self._count_again(key, pending)
-            if _is_full(pending):
+            if _is_full(pending.sizes):
+                _count_again(pending)
+            if _is_full(pending.sizes):
                 raise Busy(
-                    f"{len(pending)} operations and orders of samples wait to be done, which take "
-                    f"{sum(pending.values())} bytes; expected fewer than {MAX_PENDING}, and than "
-                    f"{MAX_PENDING_BYTES} bytes, of one API key: ask again when some are done",
+                    f"{len(pending.sizes)} operations and orders of samples wait to be done, which "
+                    f"take {sum(pending.sizes.values())} bytes; expected fewer than {MAX_PENDING}, "
+                    f"and than {MAX_PENDING_BYTES} bytes, of one API key: ask again when some are "
+                    "done",
                     retry_after_s=RETRY_AFTER_S,
                 )
 
-    def _count_again(self, key: str, pending: dict[tuple[Path, str], int]) -> None:
-        """Forgets what is done. Not at every request of a full key: it looks at thousands of files,
-        and others' requests wait meanwhile."""
-        now = time.monotonic()
-        if now < self._counted_at.get(key, -math.inf) + RETRY_AFTER_S:
-            return
-        self._counted_at[key] = now
-        for run, one in [*pending]:
-            if not OperationLog(run).pending_bytes(one):
-                del pending[run, one]
-
     def note(self, key: str, log: OperationLog, name: str) -> None:
         """Counts the operation or order, which has just come."""
-        with self._lock:
+        with self._of(key, log) as pending:
             if num_bytes := log.pending_bytes(name):
-                self._of(key, log)[log.run, name] = num_bytes
+                pending.sizes[log.run, name] = num_bytes
 
-    def _of(self, key: str, log: OperationLog) -> dict[tuple[Path, str], int]:
-        pending = self._pending.setdefault(key, {})
-        if (key, log.run) not in self._seen:
-            self._seen.add((key, log.run))
-            pending |= {(log.run, name): log.pending_bytes(name) for name in log.pending()}
-        return pending
+    @contextlib.contextmanager
+    def _of(self, key: str, log: OperationLog) -> Generator[Pending]:
+        """Yields what waits of the key, locked. Other keys do not wait for its disk."""
+        with self._lock:
+            pending = self._pending.setdefault(key, Pending())
+        with pending.lock:
+            if log.run not in pending.seen:
+                pending.seen.add(log.run)
+                pending.sizes |= {
+                    (log.run, name): log.pending_bytes(name) for name in log.pending()
+                }
+            yield pending
+
+
+def _count_again(pending: Pending) -> None:
+    """Forgets what is done. Not at every request of a full key: it looks at thousands of files."""
+    now = time.monotonic()
+    if now < pending.counted_at + RETRY_AFTER_S:
+        return
+    pending.counted_at = now
+    for run, one in [*pending.sizes]:
+        if not OperationLog(run).pending_bytes(one):
+            del pending.sizes[run, one]
 
 
 def _is_full(pending: dict[tuple[Path, str], int]) -> bool:

@@ -17,10 +17,12 @@ local function complete(id)
   if next(spec.request or {}) then set(id, 'openai', '1') end
 end
 
+redis.call('DEL', UNENDED)
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
   if is_job(id) and not field(id, 'model') then complete(id) end
   local status = is_job(id) and field(id, 'status')
   if is_job(id) then wait(id, nil) end -- who noted it may be gone; else it is noted again
+  if status and not has_ended(id) then note_unended(id) end
   local is_listed = redis.call('ZSCORE', QUEUE, id) or redis.call('ZSCORE', BEGUN, id)
   if (status == 'queued' or status == 'running') and not is_listed then
     enqueue(id)

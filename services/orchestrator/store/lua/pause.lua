@@ -8,6 +8,8 @@ return once(function()
   if is_waiting(call.id) then
     if stopped(call.id) then return status end
     if call.why == '' then pause_on_request(call.id) else pause(call.id, 'info', 'error', call.why) end
+  elseif status == 'paused' and field(call.id, 'pause_reason') == 'preempted' then
+    pause_on_request(call.id) -- else its program's next operation would resume it
   elseif status == 'running' and not asked(call.id, 'pause') then
     set(call.id, 'pause_requested', '1')
     event(call.id, 'log', 'info', 'pausing', '{}')

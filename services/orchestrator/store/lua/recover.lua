@@ -21,6 +21,7 @@ return once(function()
     redis.call('SET', KEY .. call.key, submission, 'EX', call.key_left_s, 'NX')
   end
   if not call.status then
+    note_unended(call.id)
     pause(call.id, 'warning', 'error', call.why)
     return 'new paused'
   end

@@ -1,10 +1,13 @@
 -- Queues a paused job again, or calls off a pause that was requested.
--- call: id; perhaps fields to change if the job is paused.
+-- call: id; perhaps fields to change if the job is paused; perhaps preempted: only a job that made
+--   room for another one is queued.
 -- Returns the status before; '' if there is no such job.
 
 return once(function()
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
+  local reason = field(call.id, 'pause_reason') or 'preempted' -- an older version noted none
+  if call.preempted and (status ~= 'paused' or reason ~= 'preempted') then return status end
   if status == 'paused' then
     for name, value in pairs(call.fields or {}) do set(call.id, name, value) end
     set(call.id, 'tries', 0, 'recoveries', 0)

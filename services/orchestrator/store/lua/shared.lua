@@ -185,7 +185,24 @@ local function pause(id, level, reason, why)
   become(id, 'paused', level, why)
 end
 
+-- The job's place among the unended jobs of its API key. A job of HONE_TOKEN has none.
+local function note_unended(id)
+  local name = field(id, 'submitted_by')
+  if name then redis.call('ZADD', UNENDED, 0, name .. '/' .. id) end
+end
+
+local function note_ended(id)
+  local name = is_job(id) and field(id, 'submitted_by')
+  if name then redis.call('ZREM', UNENDED, name .. '/' .. id) end
+end
+
+-- How many jobs of the API key have not ended: '0' is the character after '/'.
+local function num_unended(name)
+  return redis.call('ZLEXCOUNT', UNENDED, '[' .. name .. '/', '(' .. name .. '0')
+end
+
 local function forget(id)
+  note_ended(id)
   local key = is_job(id) and field(id, 'key')
   if key and string.find(redis.call('GET', KEY .. key) or '', id .. ' ', 1, true) == 1 then
     redis.call('DEL', KEY .. key)
@@ -194,16 +211,36 @@ local function forget(id)
   for _, list in ipairs({JOBS, QUEUE, BEGUN, ENDED}) do redis.call('ZREM', list, id) end
 end
 
--- Cleans up after a job that has just ended. The newest ended jobs are kept.
+-- Forgets ended jobs until no more than call.keep_jobs are left: each time the oldest job of who has
+-- most of them, so that one API key's jobs do not displace all others'.
+local function forget_ended()
+  local ended, jobs_of = redis.call('ZRANGE', ENDED, 0, -1), {}
+  local num_left = #ended - tonumber(call.keep_jobs)
+  if num_left <= 0 then return end
+  for i = #ended, 1, -1 do -- so that each one's oldest job is the last
+    local name = is_job(ended[i]) and field(ended[i], 'submitted_by') or ''
+    jobs_of[name] = jobs_of[name] or {}
+    table.insert(jobs_of[name], {id = ended[i], place = i})
+  end
+  for _ = 1, num_left do
+    local most
+    for _, jobs in pairs(jobs_of) do
+      local is_older = most and #jobs == #most and jobs[#jobs].place < most[#most].place
+      if not most or #jobs > #most or is_older then most = jobs end
+    end
+    forget(table.remove(most).id)
+  end
+end
+
+-- Cleans up after a job that has just ended.
 local function close(id)
   set(id, 'finished_at', call.now)
   redis.call('HDEL', job(id), 'pause_requested')
   leave_queue(id)
+  note_ended(id)
   local newest = redis.call('ZRANGE', ENDED, -1, -1, 'WITHSCORES')[2] -- clocks go back
   redis.call('ZADD', ENDED, math.max(call.now, tonumber(newest or 0)), id)
-  for _, old in ipairs(redis.call('ZRANGE', ENDED, 0, -1 - tonumber(call.keep_jobs))) do
-    forget(old)
-  end
+  forget_ended()
 end
 
 local function pause_on_request(id) pause(id, 'info', 'requested', 'paused on request') end

@@ -1,0 +1,33 @@
+"""What API keys hold of something that all share, such as memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Generator
+
+from shared.errors import HoneError
+from shared.http.gate import caller_name
+
+
+class Shares:
+    """Shares of a total. A caller holds at most as much as it leaves for others: one alone half of
+    the total, two a third each, and so on. So none has to wait until another one's work ends."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def hold(
+        self, amount: int, total: int, refused: Callable[[int, int], HoneError]
+    ) -> Generator[None]:
+        """Holds the amount for the request's API key within the block. If that is too much, raises
+        the error that `refused` makes of what the key holds and of what is left."""
+        who, left = caller_name(), total - self._held.total()
+        if amount and self._held[who] + amount > left:
+            raise refused(self._held[who], left)
+        self._held[who] += amount
+        try:
+            yield
+        finally:
+            self._held -= Counter({who: amount})
