@@ -52,7 +52,8 @@ COLOURS = {
 }
 SILENT_S = 2.5
 """Seconds without output after which a line says what the job does, where there is no live line.
-The stream reports every two seconds, so a user waits less than five."""
+The stream reports every two seconds, so a user waits less than five. Each further line waits twice
+as long as the one before, up to STEADY_S: a model loads for minutes, and a log keeps the lines."""
 
 STEADY_S = 30.0
 """The same once steps are running."""
@@ -355,6 +356,7 @@ class Follower:
             self._update(told.message)
         elif time.monotonic() - self._said_at > self._silent_s:
             self._print(told.time, f"... {told.message}", "dim")
+            self._silent_s = min(2 * self._silent_s, STEADY_S)
 
     def _update(self, doing: str) -> None:
         assert self._live
