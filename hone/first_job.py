@@ -111,7 +111,7 @@ def look(train: str, held_out: str | None, prompt: str | None, answer: str | Non
 
 
 def _check_prompts(name: str, rows: Sequence[Row], column: str) -> None:
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         if (value := row.get(column)) is None or value == "":
             raise BadRequest(
                 f"{name!r}, row {number}, column {column!r}: got {value!r}; expected a prompt. "

@@ -217,7 +217,7 @@ def test_a_row_without_a_prompt_is_named_and_no_job_is_written(here: Path, promp
     write(here / "test.jsonl", [{"question": "2+2?"}, {"question": prompt}])
     code, shown = run("--model", "model", "--data", "train.jsonl", "--reward", "math")
     assert code == 2
-    assert f"row 2, column 'question': got {prompt!r}; expected a prompt" in " ".join(shown.split())
+    assert f"row 1, column 'question': got {prompt!r}; expected a prompt" in " ".join(shown.split())
     assert not (here / "job.toml").exists()
 
 
