@@ -294,7 +294,7 @@ async def test_folders_of_deleted_jobs_are_shown_and_one_that_cannot_be_read_hid
         folder.write_note(Note(created_at=1.0, finished_at=2.0, status="succeeded"))
     RunFolder(tmp_path / "deleted-1").mark_deleted()
     (tmp_path / "torn-1/job.json").write_text("{")
-    assert [(run.id, run.problem) for run in find_runs(tmp_path)][0] == ("deleted-1", WAS_DELETED)
+    assert find_runs(tmp_path)[0].problem == WAS_DELETED
     assert alone(tmp_path / "deleted-1")[1].status == "succeeded"
     service = create_view(settings, run_folders([tmp_path]))
     transport = httpx.ASGITransport(app=service.app)

@@ -310,7 +310,7 @@ RESULTS = (CHECKPOINTS, "metrics.jsonl", "rollouts")
 
 def find_runs(runs_dir: Path) -> list[FoundRun]:
     """Returns the run folders in `runs_dir`, by id, half-removed ones included; links to run
-    folders are left out. Of a job that was deleted there is no job: it comes back by no recovery."""
+    folders are left out. A deleted job has no `job` here, so that no recovery brings it back."""
     folders = [
         path
         for path in sorted(runs_dir.resolve().glob("*/"))
