@@ -247,10 +247,8 @@ def _parquet(path: Path) -> Iterator[Row]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise BadRequest(
-            f"{str(path)!r} cannot be read: Parquet needs the package pyarrow, which is not "
-            "installed here; expected it (`pip install pyarrow`), or the rows as .jsonl"
-        ) from error
+        needs = "Parquet needs `pip install pyarrow` here"
+        raise BadRequest(f"{str(path)!r} cannot be read: {needs}, or save it as .jsonl") from error
     try:
         with ParquetFile(path) as file:
             for batch in file.iter_batches(BATCH_ROWS):

@@ -63,11 +63,8 @@ def metrics(
         names = _names(keys, listed.rows)
         columns = {name: name for name in names}
         listed = listed.model_copy(update={"rows": tuple(_only(row, names) for row in listed)})
-    show(
-        output,
-        listed,
-        lambda: view.metrics_table(listed.rows, columns) if listed.rows else NO_METRICS,
-    )
+    table = view.metrics_table(listed.rows, columns) if listed.rows else NO_METRICS
+    show(output, listed, lambda: table)
 
 
 def _names(keys: str, rows: tuple[MetricsRow, ...]) -> list[str]:

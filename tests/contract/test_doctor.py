@@ -68,18 +68,21 @@ async def test_a_service_that_does_not_answer_is_a_fault_where_the_orchestrator_
 ) -> None:
     """`hone up` would refuse to start it: a stack runs already."""
     with served_stack(tmp_path) as stack:
-        urls = {f"{name}_url": NOBODY for name in ("trainer", "rollout", "reward")}
-        checks = await examine_stack(Settings(orchestrator_url=stack.url, **urls))
-    found = {check.name: check for check in checks}
+        found = await alone_at(stack.url)
     assert found["orchestrator"].state == "ok"
     for service in ("trainer", "rollout", "reward"):
         assert found[service].state == "fault"
         assert found[service].detail.startswith(
             f"not running at {NOBODY} (ConnectError); the orchestrator runs, and jobs wait for it; "
         )
-    without = {
-        check.name: check
-        for check in await examine_stack(Settings(orchestrator_url=NOBODY, **urls))
-    }
+    without = await alone_at(NOBODY)
     assert without["trainer"].state == "note"
     assert without["trainer"].detail.endswith("; `hone up` starts it")
+
+
+async def alone_at(url: str) -> dict[str, Check]:
+    """Returns the checks by name where at most the orchestrator answers."""
+    settings = Settings(
+        rollout_url=NOBODY, trainer_url=NOBODY, reward_url=NOBODY, orchestrator_url=url
+    )
+    return {check.name: check for check in await examine_stack(settings)}

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 11_150,
+    "hone": 11_160,
     "shared": 14_600,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_370,
-    "services/orchestrator/extensions": 11_470,
+    "services/orchestrator/extensions": 11_480,
     "services/orchestrator/grpo": 2_990,
     "services/orchestrator/jobs": 3_050,
     "services/orchestrator/samplers": 2_800,
