@@ -22,6 +22,9 @@ Row = Mapping[str, Any]
 MAX_ROWS = 20_000
 """Most rows that are read: all rows of most data sets, in seconds."""
 
+BATCH_ROWS = 256
+"""Rows of a Parquet file that are in memory at once, beside those that were read."""
+
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "query", "input", "text")
 ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label", "response")
 TESTS = ("tests", "testcase", "test_list", "test", "test_cases", "input_output")
@@ -97,8 +100,6 @@ def look(train: str, held_out: str | None, prompt: str | None, answer: str | Non
     if not path.is_file():
         return _unseen(train, held_out, prompt, answer)
     held_out = held_out or _beside(path)
-    if path.suffix == ".parquet":
-        return Source(train, held_out, _given(train, prompt, answer), {})
     rows = read_rows(path)
     if not rows:
         raise BadRequest(f"{train!r} has no rows; expected at least one")
@@ -110,7 +111,7 @@ def look(train: str, held_out: str | None, prompt: str | None, answer: str | Non
 
 
 def _check_prompts(name: str, rows: Sequence[Row], column: str) -> None:
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         if (value := row.get(column)) is None or value == "":
             raise BadRequest(
                 f"{name!r}, row {number}, column {column!r}: got {value!r}; expected a prompt. "
@@ -119,11 +120,11 @@ def _check_prompts(name: str, rows: Sequence[Row], column: str) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the first MAX_ROWS rows of a .jsonl, .json or .csv file. Raises BadRequest with the
+    """Returns the first MAX_ROWS rows of a file of one of the READERS. Raises BadRequest with the
     line that cannot be read."""
     read = READERS.get(path.suffix)
     if read is None:
-        raise BadRequest(f"{str(path)!r}: expected a file ending in {', '.join(READERS)}, .parquet")
+        raise BadRequest(f"{str(path)!r}: expected a file ending in {', '.join(READERS)}")
     try:
         return list(itertools.islice(read(path), MAX_ROWS))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -166,7 +167,7 @@ def layout_of(
 
 
 def _unseen(train: str, held_out: str | None, prompt: str | None, answer: str | None) -> Source:
-    if train.endswith((*READERS, ".parquet")) or train.startswith(("/", ".")):
+    if train.endswith((*READERS,)) or train.startswith(("/", ".")):
         raise BadRequest(f"no data file at {train!r}")
     if (known := HUB.get(train)) and not (held_out or prompt or answer):
         return known
@@ -241,6 +242,21 @@ def _csv(path: Path) -> Iterator[Row]:
             yield row
 
 
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        needs = "Parquet needs `pip install pyarrow` here"
+        raise BadRequest(f"{str(path)!r} cannot be read: {needs}, or save it as .jsonl") from error
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS):
+                yield from batch.to_pylist()
+    except ArrowException as error:
+        raise BadRequest(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+
+
 def _row(text: str, where: str) -> Row:
     try:
         row: Any = json.loads(text)
@@ -255,6 +271,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,
+    ".parquet": _parquet,
 }
 
 

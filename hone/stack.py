@@ -96,12 +96,13 @@ def read(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def restarting(folder: Path, url: str) -> str:
-    """Returns that the stack of `folder` starts its orchestrator at `url` again, and where its log
-    is; "" if no such stack runs."""
+    """Returns that the stack of `folder` starts its service at `url` again, and where its log is;
+    "" if no such stack runs."""
     state = _state(folder)
-    if state.get("urls", {}).get("orchestrator") != url or not is_alive(state.get("pid", 0)):
+    services = {at: name for name, at in state.get("urls", {}).items()}
+    if url not in services or not is_alive(state.get("pid", 0)):
         return ""
-    log = Path(state.get("logs", folder / "logs")) / "orchestrator.log"
+    log = Path(state.get("logs", folder / "logs")) / f"{services[url]}.log"
     return f"the stack in {str(folder)!r} runs and starts it again: try again soon, or see {log}"
 
 

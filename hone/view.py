@@ -34,12 +34,16 @@ COLUMNS = {
     "flat groups": "frac_reward_zero_std",
     "held-out": "eval/reward",
     "pass@1": "eval/pass@1",
+    "held-out loss": "eval/loss",
     "tokens": "completions/mean_length",
     "loss": "loss",
+    "margin": "rewards/margins",
+    "accuracy": "rewards/accuracies",
     "grad norm": "grad_norm",
     "seconds": "time/step",
 }
-"""Columns of `hone metrics`: heading and metric. `-o json` has all metrics."""
+"""Columns of `hone metrics`: heading and metric, those that some row has. `-o json` has all
+metrics."""
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
@@ -52,7 +56,8 @@ COLOURS = {
 }
 SILENT_S = 2.5
 """Seconds without output after which a line says what the job does, where there is no live line.
-The stream reports every two seconds, so a user waits less than five."""
+The stream reports every two seconds, so a user waits less than five. Each further line waits twice
+as long as the one before, up to STEADY_S: a model loads for minutes, and a log keeps the lines."""
 
 STEADY_S = 30.0
 """The same once steps are running."""
@@ -284,7 +289,13 @@ def _shown(prompt: PreviewedPrompt) -> str:
     return "\n".join(f"{said['role']}: {said.get('content')}" for said in prompt.content)
 
 
-def metrics_table(rows: Iterable[MetricsRow], columns: Mapping[str, str] = COLUMNS) -> Table:
+def columns_of(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """Returns the COLUMNS that any of the rows of metrics has: supervised steps have no reward."""
+    present = {name for row in rows for name in row}
+    return {heading: name for heading, name in COLUMNS.items() if name in present}
+
+
+def metrics_table(rows: Iterable[MetricsRow], columns: Mapping[str, str]) -> Table:
     """Returns the table of the metrics `columns`, by their headings."""
     table = Table("step", *columns, box=None, pad_edge=False)
     for row in rows:
@@ -355,6 +366,7 @@ class Follower:
             self._update(told.message)
         elif time.monotonic() - self._said_at > self._silent_s:
             self._print(told.time, f"... {told.message}", "dim")
+            self._silent_s = min(2 * self._silent_s, STEADY_S)
 
     def _update(self, doing: str) -> None:
         assert self._live

@@ -329,7 +329,6 @@ async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Ch
 
 async def _services(settings: Settings, samplers: dict[str, str]) -> list[Check]:
     urls = {
-        "orchestrator": settings.orchestrator_url,
         **samplers,
         **_numbered("trainer", settings.trainer_urls),
         "reward": settings.reward_url,
@@ -337,9 +336,10 @@ async def _services(settings: Settings, samplers: dict[str, str]) -> list[Check]
     token = settings.bearer()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(timeout=5.0, headers=headers, trust_env=False) as client:
-        return list(
-            await asyncio.gather(*(_service(client, name, url) for name, url in urls.items()))
-        )
+        first = await _service(client, "orchestrator", settings.orchestrator_url)
+        runs = first.state != "note"
+        others = (_service(client, name, url, stack_runs=runs) for name, url in urls.items())
+        return [first, *await asyncio.gather(*others)]
 
 
 async def _known_there(settings: Settings) -> list[Check]:
@@ -439,14 +439,23 @@ async def _held(settings: Settings, sampler: str, url: str) -> Check:
     return Check(name, "note" if checked.unread else "ok", detail)
 
 
-async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
+async def _service(
+    client: httpx.AsyncClient, name: str, url: str, *, stack_runs: bool = False
+) -> Check:
+    """Returns what the service says of itself. One that does not answer is a fault if the stack
+    runs: the orchestrator's jobs wait for it."""
     try:
         response = await client.get(f"{url}/readyz", headers=proxy_headers(url))
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
-        remedy = stack.restarting(stack.FOLDER, url) if name == "orchestrator" else ""
-        remedy = remedy or "`hone up` starts it"
-        return Check(name, "note", f"not running at {url} ({type(error).__name__}); {remedy}")
+        remedy = stack.restarting(stack.FOLDER, url) or (
+            "the orchestrator runs, and jobs wait for it; what started it, as `hone up` or "
+            "Compose, starts it again when it ended: try again soon, or see its log"
+            if stack_runs
+            else "`hone up` starts it"
+        )
+        state = "fault" if stack_runs else "note"
+        return Check(name, state, f"not running at {url} ({type(error).__name__}); {remedy}")
     dependencies: dict[str, dict[str, Any]] = body.get("dependencies") or {}
     told = [f"{dependency}: {said.get('detail')}" for dependency, said in dependencies.items()]
     detail = f"{url} " + ("; ".join(told) or "ready")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from hone import long_calls, reports
+from hone import long_calls, reports, view
 from hone.client import Client
 from hone.commands.submit import submit_or_withdraw
 from hone.shell import (
@@ -99,11 +98,9 @@ def eval(
 
 def _followed(client: Client, job_id: str) -> EvaluationReport:
     try:
-        with err.status("evaluating") as status:
+        with view.Follower(err) as follower:
             return client.run(
-                lambda asynchronous: long_calls.follow(
-                    asynchronous, job_id, lambda told: status.update(escape(told.message))
-                )
+                lambda asynchronous: long_calls.follow(asynchronous, job_id, follower.progress)
             )
     except KeyboardInterrupt as error:
         say(f"interrupted: job {job_id} is being cancelled")

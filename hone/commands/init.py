@@ -112,7 +112,7 @@ def _a_model() -> str | None:
 
 def _a_file() -> str | None:
     """Returns the data file in the working directory: train.*, or the only one."""
-    found = [path for path in sorted(Path().iterdir()) if path.suffix in (*READERS, ".parquet")]
+    found = [path for path in sorted(Path().iterdir()) if path.suffix in READERS]
     named = [path for path in found if path.stem == "train"] or found
     return str(named[0]) if len(named) == 1 else None
 

@@ -30,6 +30,12 @@ class MetricsComparison(BaseModel):
     jobs: dict[str, MetricsList]
 
 
+NO_METRICS = (
+    "no metrics: no step is done yet, none is as late as --min-step, or the job has no steps; "
+    "`hone get` shows what it does, and the report of an evaluation"
+)
+
+
 @command
 def metrics(
     job: JobsArgument,
@@ -52,12 +58,13 @@ def metrics(
         )
         return
     (listed,) = listed_of.values()
-    columns = view.COLUMNS
+    columns = view.columns_of(row.metrics for row in listed.rows)
     if keys is not None:
         names = _names(keys, listed.rows)
         columns = {name: name for name in names}
         listed = listed.model_copy(update={"rows": tuple(_only(row, names) for row in listed)})
-    show(output, listed, lambda: view.metrics_table(listed.rows, columns))
+    table = view.metrics_table(listed.rows, columns) if listed.rows else NO_METRICS
+    show(output, listed, lambda: table)
 
 
 def _names(keys: str, rows: tuple[MetricsRow, ...]) -> list[str]:

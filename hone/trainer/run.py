@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -14,7 +14,7 @@ from rich.console import Console
 from hone import stack
 from hone.async_client import NotEnded
 from hone.trainer.modes import Address
-from hone.view import COLUMNS, Follower
+from hone.view import Follower, columns_of
 from shared.errors import BadRequest, Failed, NotFound, Unavailable, how_to_install
 from shared.explain import elide
 
@@ -347,13 +347,15 @@ class Notebook:
         )
 
     def _table(self) -> str:
-        heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("step", *COLUMNS))
-        rows = "".join(_row(step, metrics) for step, metrics in self._steps[-ROWS:])
+        columns = columns_of(metrics for _, metrics in self._steps)
+        heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("step", *columns))
+        names = columns.values()
+        rows = "".join(_row(step, metrics, names) for step, metrics in self._steps[-ROWS:])
         return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _row(step: int, metrics: dict[str, float]) -> str:
-    cells = (f"{metrics[name]:.4g}" if name in metrics else "" for name in COLUMNS.values())
+def _row(step: int, metrics: dict[str, float], names: Iterable[str]) -> str:
+    cells = (f"{metrics[name]:.4g}" if name in metrics else "" for name in names)
     return f"<tr><td>{step}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 

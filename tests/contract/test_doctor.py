@@ -61,3 +61,28 @@ async def test_services_are_as_the_orchestrator_says_where_only_it_is_named(
     for service in ("trainer", "rollout", "reward"):
         assert found[service].state == "ok", found[service]
         assert found[service].detail.endswith(" answers, as the orchestrator says")
+
+
+async def test_a_service_that_does_not_answer_is_a_fault_where_the_orchestrator_runs(
+    tmp_path: Path,
+) -> None:
+    """`hone up` would refuse to start it: a stack runs already."""
+    with served_stack(tmp_path) as stack:
+        found = await alone_at(stack.url)
+    assert found["orchestrator"].state == "ok"
+    for service in ("trainer", "rollout", "reward"):
+        assert found[service].state == "fault"
+        assert found[service].detail.startswith(
+            f"not running at {NOBODY} (ConnectError); the orchestrator runs, and jobs wait for it; "
+        )
+    without = await alone_at(NOBODY)
+    assert without["trainer"].state == "note"
+    assert without["trainer"].detail.endswith("; `hone up` starts it")
+
+
+async def alone_at(url: str) -> dict[str, Check]:
+    """Returns the checks by name where at most the orchestrator answers."""
+    settings = Settings(
+        rollout_url=NOBODY, trainer_url=NOBODY, reward_url=NOBODY, orchestrator_url=url
+    )
+    return {check.name: check for check in await examine_stack(settings)}

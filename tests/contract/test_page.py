@@ -16,11 +16,15 @@ from services.orchestrator.api import rollouts as stored_rollouts
 from services.orchestrator.api import stack as looking
 from services.orchestrator.api.history import columns
 from services.orchestrator.app import create_service
+from services.orchestrator.extensions.diagnosis.facts import alone
 from services.orchestrator.extensions.page import routes
-from services.orchestrator.extensions.page.view import create_view
+from services.orchestrator.extensions.page.view import create_view, run_folders
+from services.orchestrator.store.folder import Note, RunFolder
+from services.orchestrator.store.records import WAS_DELETED, find_runs
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
 from shared.host.processes import free_port
+from shared.job import Job
 from shared.settings import Settings
 from shared.wire import MetricsRow, ServiceList
 from tests.support import orchestrator_stack
@@ -257,8 +261,6 @@ def test_files_are_small_and_packed_once() -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    from services.orchestrator.extensions.page.view import run_folders
-
     with pytest.raises(BadRequest, match="has no run folder; expected runs/<job>, or runs"):
         run_folders([tmp_path])
 
@@ -279,3 +281,28 @@ async def test_services_say_what_they_serve_and_since_when_they_are_away(
     stack.settings.__dict__["trainer_url"] = stack.settings.rollout_urls[0]
     odd = (await stack.client.get("/v1/services", ServiceList)).services[0]
     assert (odd.error, odd.trainer) == ("it answers with status 404", None)
+
+
+async def test_folders_of_deleted_jobs_are_shown_and_one_that_cannot_be_read_hides_no_other(
+    settings: Settings, job: Job, tmp_path: Path
+) -> None:
+    """`hone rm` keeps the run folder, which is all that is left to look at."""
+    for name in ("deleted-1", "other-1", "torn-1"):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        (folder.path / "job.json").write_text(job.model_dump_json())
+        folder.write_note(Note(created_at=1.0, finished_at=2.0, status="succeeded"))
+    RunFolder(tmp_path / "deleted-1").mark_deleted()
+    (tmp_path / "torn-1/job.json").write_text("{")
+    assert find_runs(tmp_path)[0].problem == WAS_DELETED
+    assert alone(tmp_path / "deleted-1")[1].status == "succeeded"
+    service = create_view(settings, run_folders([tmp_path]))
+    transport = httpx.ASGITransport(app=service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        listed = (await http.get("/v1/jobs")).json()
+        shown = {one["id"]: one["status"] for one in listed["jobs"]}
+        assert shown == {"deleted-1": "succeeded", "other-1": "succeeded"}
+        assert listed["unreadable"] == ["torn-1"]
+        torn = await http.get("/v1/jobs/torn-1")
+        assert torn.status_code == 422
+        assert torn.json()["detail"].startswith(f"{str(tmp_path / 'torn-1')!r} cannot be read: ")

@@ -162,7 +162,16 @@ def reward(completions, paths):
             own("def reward(completions:"),
             "reward function 'reward' cannot be loaded: reward.py line 1: SyntaxError: ",
         ),
-        (own("import torhc"), "reward.py line 1: ModuleNotFoundError: No module named 'torhc'"),
+        (
+            own("import helpers"),
+            "reward.py line 1: ModuleNotFoundError: No module named 'helpers'; of your own files "
+            "reward.py alone travels with the job. ",
+        ),
+        (
+            own("from . import helpers"),
+            "reward.py line 1: ImportError: attempted relative import with no known parent "
+            "package; of your own files reward.py alone travels with the job. ",
+        ),
         (
             own("def reward(completions, answr): ..."),
             "reward function 'reward' takes 'answr': no column 'answr'; columns are answer",

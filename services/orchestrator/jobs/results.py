@@ -255,7 +255,9 @@ def _versions(services: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean seconds of each stage. Evaluations do not count as a stage."""
+    """Returns the mean seconds of each stage. Evaluations do not count as a stage, nor do replayed
+    steps among others: they sample nothing, and the trainer may know their result."""
+    steps = [metrics for metrics in steps if REPLAYED not in metrics] or steps
     stages = sorted({name for metrics in steps for name in metrics if name.startswith("time/")})
     return {
         stage.removeprefix("time/"): statistics.fmean(metrics.get(stage, 0.0) for metrics in steps)

@@ -346,7 +346,8 @@ class RunFolder:
         of_set = f" of the set {name!r}" if name else ""
         raise NotFound(
             f"step {number} has no stored held-out completions{of_set}; stored: {have}. They exist "
-            f"after each evaluation of {f'the set {name!r}' if name else 'data.eval'}"
+            f"after each evaluation of {f'the set {name!r}' if name else 'data.eval'} that "
+            "[[rewards]] grade"
         )
 
     def append_sync(self, row: dict[str, Any], published: AnyWeights | None = None) -> None:

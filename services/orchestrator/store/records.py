@@ -310,13 +310,18 @@ RESULTS = (CHECKPOINTS, "metrics.jsonl", "rollouts")
 
 def find_runs(runs_dir: Path) -> list[FoundRun]:
     """Returns the run folders in `runs_dir`, by id, half-removed ones included; links to run
-    folders are left out."""
+    folders are left out. A deleted job has no `job` here, so that no recovery brings it back."""
     folders = [
         path
         for path in sorted(runs_dir.resolve().glob("*/"))
         if re.fullmatch(JOB_ID, path.name) and not path.is_symlink()
     ]
-    return [found for folder in folders if (found := find_run(folder))]
+    return [found for folder in folders if (found := _deleted(folder) or find_run(folder))]
+
+
+def _deleted(folder: Path) -> FoundRun | None:
+    is_deleted = (folder / JOB).exists() and RunFolder(folder).is_deleted
+    return FoundRun(folder.name, folder, problem=WAS_DELETED) if is_deleted else None
 
 
 def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
@@ -330,7 +335,7 @@ def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
 
 
 def find_run(folder: Path) -> FoundRun | None:
-    """Returns the job of a run folder; None for a folder of no job."""
+    """Returns the job of a run folder, also of a deleted job; None for a folder of no job."""
     if (folder / JOB).exists():
         return _read(folder)
     if any((folder / name).exists() for name in RESULTS):
@@ -339,8 +344,6 @@ def find_run(folder: Path) -> FoundRun | None:
 
 
 def _read(path: Path) -> FoundRun:
-    if RunFolder(path).is_deleted:
-        return FoundRun(path.name, path, problem=WAS_DELETED)
     file, data, ended = (path / name for name in (JOB, "data.json", "summary.json"))
     try:
         job = codec.decode_tolerantly(Job, file.read_bytes())

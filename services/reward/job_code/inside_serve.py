@@ -117,6 +117,11 @@ def find_definition(module: types.ModuleType, name: str, what: str) -> Any:
 def explain(error: BaseException, file: str) -> str:
     """Returns "rewards.py line 12: KeyError: 'answr'"."""
     message = traceback.format_exception_only(error)[-1].strip()[:MAX_ERROR_CHARS]
+    if isinstance(error, ModuleNotFoundError) or "relative import" in message:
+        message += (
+            f"; of your own files {file} alone travels with the job. Write what it imports from a "
+            "module of yours into it, or install a package where the reward service runs"
+        )
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from hone import view
 from hone.cli import app
 from hone.commands import metrics
 from shared.errors import NotFound
@@ -76,3 +79,23 @@ def test_one_job_is_shown_as_ever() -> None:
     assert [row["step"] for row in json.loads(shown)["rows"]] == [0, 1]
     _, shown = run("plot", "low")
     assert shown.splitlines()[0] == "low"
+
+
+def test_a_table_has_the_columns_that_the_job_has_and_none_without_steps() -> None:
+    """Rows of preferences, whose metrics have TRL's names."""
+    rows = [
+        MetricsRow(step=1, metrics={"loss": 0.6931, "supervised": 1.0, "rewards/margins": 0.0}),
+        MetricsRow(step=2, metrics={"loss": 0.5, "rewards/accuracies": 0.75, "eval/loss": 0.25}),
+    ]
+    table = view.metrics_table(rows, view.columns_of(row.metrics for row in rows))
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(table)
+    lines = [line.split() for line in shown.get().splitlines()]
+    assert lines == [
+        ["step", "held-out", "loss", "loss", "margin", "accuracy"],
+        ["1", "0.6931", "0"],
+        ["2", "0.25", "0.5", "0.75"],
+    ]
+    code, told = run("metrics", "low", "--min-step", "99")
+    assert code == 0 and told.startswith("no metrics: ") and "step" in told

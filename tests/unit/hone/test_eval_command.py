@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -13,6 +17,7 @@ from typer.testing import CliRunner
 
 from hone import cli, long_calls, reports
 from hone.cli import app
+from hone.client import Client
 from hone.commands import eval as command
 from hone.view import what_next
 from shared.errors import BadRequest, NotFound
@@ -23,6 +28,7 @@ from shared.wire import (
     CheckpointList,
     Estimate,
     EvaluationReport,
+    JobProgress,
     JobRecord,
     ModelScores,
     SetReport,
@@ -328,3 +334,24 @@ def test_a_command_has_its_place_among_the_others() -> None:
     assert "eval" in cli.find_commands()
     with pytest.raises(BadRequest):
         command._job(FakeClient(), None, None, "math", [])  # type: ignore[arg-type]
+
+
+def test_an_evaluation_into_a_log_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in the queue for long, and a log has no live line."""
+    now, told = 0.0, io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(command, "err", Console(file=told, width=80))
+
+    async def follow(
+        _client: object, _job: str, progress: Callable[[JobProgress], None]
+    ) -> EvaluationReport:
+        nonlocal now
+        for now in range(2, 42, 2):
+            progress(JobProgress(message=f"queued, {now} s", time=0.0))
+        return REPORT
+
+    monkeypatch.setattr(long_calls, "follow", follow)
+    client = cast(Client, SimpleNamespace(run=lambda call: asyncio.run(call(None))))
+    assert command._followed(client, "eval-1") == REPORT
+    waits = [line.partition("queued, ")[2] for line in told.getvalue().splitlines()]
+    assert waits == ["4 s", "10 s", "22 s"]

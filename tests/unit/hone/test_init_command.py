@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import gzip
 import json
 import re
@@ -23,6 +24,9 @@ from tests.support.model_folders import make_model_folder
 
 DATA = Path(__file__).parents[2] / "data"
 GSM8K = gzip.decompress((DATA / "gsm8k/test.jsonl.gz").read_bytes()).decode().splitlines()
+
+
+KINDS = ("jsonl", "parquet")
 
 
 @pytest.fixture
@@ -213,5 +217,33 @@ def test_a_row_without_a_prompt_is_named_and_no_job_is_written(here: Path, promp
     write(here / "test.jsonl", [{"question": "2+2?"}, {"question": prompt}])
     code, shown = run("--model", "model", "--data", "train.jsonl", "--reward", "math")
     assert code == 2
-    assert f"row 2, column 'question': got {prompt!r}; expected a prompt" in " ".join(shown.split())
+    assert f"row 1, column 'question': got {prompt!r}; expected a prompt" in " ".join(shown.split())
     assert not (here / "job.toml").exists()
+
+
+def test_a_parquet_file_is_looked_at_as_the_same_rows_in_jsonl(here: Path) -> None:
+    """Reads columns, rows and lengths of a file of 300 rows, more than are in memory at once."""
+    import pyarrow
+    import pyarrow.parquet
+
+    make_model_folder(here / "model", window=2048)
+    rows = [{"question": f"{number} + 1 ?", "answer": str(number + 1)} for number in range(300)]
+    for name, part in (("train", rows), ("test", rows[:7])):
+        write(here / f"{name}.jsonl", part)
+        dated = [{**row, "day": dt.date(2024, 1, 1), "of": None} for row in part]
+        table = pyarrow.Table.from_pylist(dated)
+        pyarrow.parquet.write_table(table, here / f"{name}.parquet")
+    jobs = {ending: written("--data", f"train.{ending}", "--force") for ending in KINDS}
+    assert jobs["parquet"].evaluation.num_prompts == 7
+    (jsonl, parquet) = (jobs[ending].model_dump(exclude={"data"}) for ending in KINDS)
+    assert parquet | {"name": ""} == jsonl | {"name": ""}
+    assert jobs["parquet"].data.columns == {"prompt": "question"}
+    assert jobs["parquet"].data.eval == str(here / "test.parquet")
+
+
+def test_a_file_that_is_no_parquet_is_refused_with_its_name(here: Path) -> None:
+    make_model_folder(here / "model", window=2048)
+    (here / "train.parquet").write_text("no parquet")
+    code, shown = run("--data", "train.parquet")
+    assert code == 2
+    assert "'train.parquet' cannot be read: " in shown

@@ -26,15 +26,17 @@ def test_the_environment_comes_before_the_stack_of_this_folder(
 
 
 def test_a_stack_that_runs_is_not_to_be_started_again(tmp_path: Path) -> None:
-    """Its supervisor starts an orchestrator that ended; this process stands for it."""
-    url = "http://127.0.0.1:18000"
-    state = {"pid": os.getpid(), "urls": {"orchestrator": url}, "logs": str(tmp_path / "logs")}
+    """Its supervisor starts a service that ended; this process stands for it."""
+    url, trainer = "http://127.0.0.1:18000", "http://127.0.0.1:18002"
+    urls = {"orchestrator": url, "trainer": trainer}
+    state = {"pid": os.getpid(), "urls": urls, "logs": str(tmp_path / "logs")}
     (tmp_path / "stack.json").write_text(json.dumps(state))
     said = stack.restarting(tmp_path, url)
     assert said == (
         f"the stack in {str(tmp_path)!r} runs and starts it again: try again soon, or see "
         f"{tmp_path}/logs/orchestrator.log"
     )
+    assert stack.restarting(tmp_path, trainer).endswith(f"see {tmp_path}/logs/trainer.log")
     assert stack.restarting(tmp_path, "http://elsewhere:8000") == ""
     (tmp_path / "stack.json").write_text(json.dumps(state | {"pid": 2**22 + 1}))
     assert stack.restarting(tmp_path, url) == "", "no process has this number"

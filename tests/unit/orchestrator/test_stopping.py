@@ -126,3 +126,11 @@ def test_an_evaluation_that_is_ignored_or_above_by_rounding_is_not_the_best() ->
     job = Job.model_validate(document)
     rows = [row(1, 0.3), row(2, 0.1 + 0.2), row(3, 0.9, **{"eval/hard/ignored": 0.6})]
     assert best_step(job, rows) == 1, "by the first set, for there is no data.eval"
+
+
+def test_a_summarys_seconds_are_of_the_steps_that_were_sampled() -> None:
+    """A step that is replayed after a pause takes no time, as the plan of a run knows, too."""
+    first, last = ({"time/train": 4.0, "time/step": 10.0}, {"time/train": 6.0, "time/step": 20.0})
+    again = {"time/train": 0.02, "time/step": 0.25, "time/eval": 9.0, "replayed": 1.0}
+    assert results._seconds_per_step([first, again, last]) == {"train": 5.0, "step": 15.0}
+    assert results._seconds_per_step([again]) == {"train": 0.02, "step": 0.25}

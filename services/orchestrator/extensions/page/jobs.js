@@ -28,6 +28,7 @@ const ORDERS = /** @type {Record<string, (job: Summary) => any>} */ ({
 export function Jobs({ chosen, choose }) {
   const [jobs, setJobs] = useState(/** @type {Summary[] | null} */ (null));
   const [isMore, setMore] = useState(false);
+  const [unreadable, setUnreadable] = useState(/** @type {string[]} */ ([]));
   const [error, setError] = useState(/** @type {unknown} */ (null));
   const [query, setQuery] = useState("");
   const [status, setStatus] = useChoice("jobs-status", "");
@@ -37,6 +38,7 @@ export function Jobs({ chosen, choose }) {
       .then((page) => {
         setJobs(page.jobs);
         setMore(page.next_after !== null);
+        setUnreadable(page.unreadable);
         setError(null);
       })
       .catch(setError);
@@ -60,7 +62,8 @@ export function Jobs({ chosen, choose }) {
     </div>
     <${Fault} error=${error} />
     ${isMore && html`<p class="hint">the newest ${PAGE} jobs are shown</p>`}
-    ${jobs && !jobs.length && html`<p class="none">No jobs yet. <code>hone run job.toml</code> submits one, or <a href="#/new">start one here</a>.</p>`}
+    ${unreadable.length > 0 && html`<p class="hint">not shown, for this version of Hone cannot read them: ${visible(unreadable.join(", "))}</p>`}
+    ${jobs && !jobs.length && !unreadable.length && html`<p class="none">No jobs yet. <code>hone run job.toml</code> submits one, or <a href="#/new">start one here</a>.</p>`}
     ${shown.length > 0 && html`<div class="jobs">
       <div class="job head" aria-hidden="true">
         <span></span><span>job</span><span>status</span><span>step</span><span>reward</span><span></span><span>time left</span><span>started</span>

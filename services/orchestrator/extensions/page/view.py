@@ -46,9 +46,9 @@ class Folders:
         return (await asyncio.to_thread(self._look, job_id))[0]
 
     async def list(self, after: str | None, limit: int, wanted: JobFilter | None = None) -> JobList:
-        """Returns the jobs, newest first, as the store does."""
+        """Returns the jobs, newest first, as the store does: an unreadable one by its id alone."""
         wanted = wanted or JobFilter()
-        records = await asyncio.to_thread(lambda: [self._look(name)[0] for name in self._folders])
+        records, unreadable = await asyncio.to_thread(self._look_at_all)
         found = sorted(
             (one for one in records if _is(one, wanted)), key=lambda one: -one.created_at
         )
@@ -60,6 +60,7 @@ class Folders:
         fields = set(JobSummary.model_fields)
         return JobList(
             jobs=tuple(JobSummary(**one.model_dump(include=fields)) for one in page),
+            unreadable=tuple(unreadable) if after is None else (),
             next_after=page[-1].id if start + limit < len(found) else None,
         )
 
@@ -90,6 +91,16 @@ class Folders:
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         return (await asyncio.to_thread(self._look, job_id))[1]
 
+    def _look_at_all(self) -> tuple[list[JobRecord], list[str]]:
+        records: list[JobRecord] = []
+        unreadable: list[str] = []
+        for job_id in self._folders:
+            try:
+                records.append(self._look(job_id)[0])
+            except BadRequest:  # the job's own page says why
+                unreadable.append(job_id)
+        return records, unreadable
+
     def _look(self, job_id: str) -> tuple[JobRecord, list[Checkpoint]]:
         folder = self._folders.get(job_id)
         if folder is None:
@@ -99,8 +110,8 @@ class Folders:
         if known is None or known[0] != stamp:
             found = find_run(folder)
             if found is None or found.job is None:
-                why = found.problem if found else "it has no job.json"
-                raise BadRequest(f"{str(folder)!r} is no run folder: {why}")
+                why = found and found.problem
+                raise BadRequest(why or f"{str(folder)!r} is no run folder: it has no job.json")
             known = (stamp, _record(found, found.job), found.checkpoints)
             self._known[job_id] = known
         return known[1], known[2]
