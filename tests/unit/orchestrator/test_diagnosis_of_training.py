@@ -179,6 +179,8 @@ def test_updates_that_change_too_much_point_at_the_learning_rate(metric: str, va
     twice = only(facts({metric: [value] * 6}, job_with(training={"epochs": 2})))
     assert "too many passes over a batch" in twice.cause and "training.epochs" in twice.keys
     assert not codes(facts({metric: [value / 10] * 6}))
+    idle = facts({metric: [0.0, value] * 6})
+    assert "updates_too_large" in codes(idle), "steps without an update are left out"
 
 
 def test_updates_that_change_nothing_point_at_the_learning_rate() -> None:
