@@ -72,7 +72,7 @@ def write_data_sets(folder: Path) -> None:
     ]
     _write(folder / "HuggingFaceH4/no_robots", train=taught)
     sums = [{"question": one, "answer": f"#### {RIGHT}"} for one in QUESTIONS * 3]
-    _write(folder / "openai/gsm8k", config="main", train=sums)
+    _write(folder / "openai/gsm8k", config="main", train=sums, test=sums[:4])
     _write(folder / "allenai/tulu-3-sft-mixture", train=chats)
     pairs = [
         {

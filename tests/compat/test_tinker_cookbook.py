@@ -111,8 +111,9 @@ def test_sl_loop_learns_and_a_death_of_the_orchestrator_changes_nothing(
 
 def check_trained_with_stable_reinforce(stack: AgentStack, rows: list[dict[str, Any]]) -> None:
     """The recipe's default loss has moved the model, and the model's log says how it is computed.
-    Where no reward differed from the others, a recipe sends no call."""
-    assert max(row.get("grad_norm:mean", 0.0) for row in rows) > 0, rows
+    Where no reward differs from the others, a recipe sends no call, or advantages that are 0 but
+    for rounding: they give a norm of 1e-5."""
+    assert max(row.get("grad_norm:mean", 0.0) for row in rows) > 1e-3, rows
     with hone.Client(stack.url) as client:
         told = [event.message for event in client.events(client.list().jobs[0].id)]
     assert any("'stable_reinforce' is computed as 'cispo'" in one for one in told), told
@@ -134,14 +135,17 @@ def test_rl_loop_goes_on_from_a_checkpoint_and_learns(
     assert sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
 
+@pytest.mark.usefixtures("taught")
 @pytest.mark.parametrize("more", [{}, {"max_steps_off_policy": 1}], ids=["sync", "async"])
 def test_math_rl_trains_by_its_default_loss(
     recipes: Recipes, agent_stack: AgentStack, more: dict[str, int]
 ) -> None:
-    """A random model rarely adds right; rewards differ by whether an answer ends in time."""
+    """The taught model answers with a random digit, so the rewards of a group differ."""
     name = f"math_{len(more)}"
-    options = {"groups_per_batch": 4, "group_size": 8, "max_tokens": 32, "lora_rank": 8, **more}
-    rows = recipes.run("math_rl.train", name, max_steps=3, eval_every=0, save_every=0, **options)
+    taught_model = {"load_checkpoint_path": recipes.saved("sl", -1, "state_path"), "lora_rank": 8}
+    options = {"env": "gsm8k", "groups_per_batch": 4, "group_size": 16, "max_tokens": 24}
+    options |= {"max_steps": 3, "eval_every": 0, "save_every": 0}
+    rows = recipes.run("math_rl.train", name, **taught_model, **options, **more)
     check_trained_with_stable_reinforce(agent_stack, rows)
 
 
