@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 11_150,
+    "hone": 11_270,
     "shared": 14_700,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_720,
