@@ -6,7 +6,7 @@ taken to the sampler's log-probs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from hone.importing import table as t
 from hone.importing.table import ConvertedValue, FillIn, Values
@@ -22,8 +22,8 @@ def _prompts(value: Any, values: Values) -> Any:
 
 
 def _environment(sources: Any, _: Values) -> Any:
-    """Returns the environment for verifiers environments, whose agents `hone work` runs."""
-    listed = sources if isinstance(sources, list) else [sources]
+    """Returns the environment for a verifiers environment, whose agents `hone work` runs."""
+    listed = cast(list[Any], sources) if isinstance(sources, list) else [sources]
     names = [name for name in map(_taskset, listed) if name]
     if len(names) != 1:
         raise t.NoCounterpart(f"{SEVERAL}; got {names or 'none with an id'}")
@@ -31,13 +31,14 @@ def _environment(sources: Any, _: Values) -> Any:
     return ConvertedValue("worker", WORK.format(name=names[0])), rows
 
 
-def _taskset(source: Any) -> str | None:
+def _taskset(source: Any) -> Any:
     """Returns the id of a source's verifiers environment."""
-    env = source.get("env") if isinstance(source, dict) else None
-    if not isinstance(env, dict):
-        return None
-    taskset = env.get("taskset")
-    return (taskset.get("id") if isinstance(taskset, dict) else None) or env.get("id")
+    env = _table(_table(source).get("env"))
+    return _table(env.get("taskset")).get("id") or env.get("id")
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 SEVERAL = "a job has the environment of one taskset; expected one source with an env.taskset.id"

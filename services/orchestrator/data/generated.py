@@ -8,6 +8,8 @@ Each row has the columns `prompt`, `answer`, `task`, `level` and `entry`. The gr
 reads `entry`, which is a literal of Python, because JSON would make lists of tuples.
 """
 
+# pyright: reportMissingImports=false  # of extras
+
 from __future__ import annotations
 
 import ast

@@ -6,6 +6,8 @@ both refuse all but numbers, texts, lists, arithmetic and functions of sympy, so
 cannot run a program that gives itself a reward.
 """
 
+# pyright: reportMissingImports=false  # of extras
+
 from __future__ import annotations
 
 import ast
@@ -100,7 +102,12 @@ def _sympy_eval(code: str, local_dict: dict[str, Any], global_dict: dict[str, An
             is_own = inspect.isclass(kind) and issubclass(kind, Basic)
             if not (is_own or isinstance(kind, UndefinedFunction) or kind in _functions()):
                 raise ValueError(f"{ast.unparse(node.func)!r:.80} is no function of an expression")
-            if is_own and kind.__name__ in ("Symbol", "Integer", "Float", "Rational"):
+            if is_own and getattr(kind, "__name__", "") in (
+                "Symbol",
+                "Integer",
+                "Float",
+                "Rational",
+            ):
                 named |= {id(given) for given in node.args}
         elif isinstance(node, ast.Name):
             value = known.get(node.id)
