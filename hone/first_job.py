@@ -4,6 +4,7 @@ prompt, the right answer or the tests, and the bounds that follow from the token
 from __future__ import annotations
 
 import csv
+import importlib
 import itertools
 import json
 import math
@@ -244,16 +245,16 @@ def _csv(path: Path) -> Iterator[Row]:
 
 def _parquet(path: Path) -> Iterator[Row]:
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        arrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         needs = "Parquet needs `pip install pyarrow` here"
         raise BadRequest(f"{str(path)!r} cannot be read: {needs}, or save it as .jsonl") from error
     try:
-        with ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(BATCH_ROWS):
                 yield from batch.to_pylist()
-    except ArrowException as error:
+    except arrow.ArrowException as error:
         raise BadRequest(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
 
 

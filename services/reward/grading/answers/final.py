@@ -129,6 +129,15 @@ _AMONG = re.compile(
 )
 """What a number was paid or done for: $64 for 16 glasses."""
 
+_OPERATION = re.compile(
+    r"\b(?:add|subtract|deduct|multipl(?:y|ie)|divid|compar|tak)(?:e?[sd]|e|ing|ed)?\b\D{0,20}"
+    r"\d[\d.,]*\D{0,30}?\b(?:from|to|by|with|and|against)\s+(?:the\s+)?(?:number\s+)?\W?\d[\d.,]*"
+    r"\D*$",
+    re.IGNORECASE,
+)
+"""A sentence that ends with an operation on two numbers and states no result: subtract 78 from
+84."""
+
 _HEDGE = re.compile(r"\b(?:maybe|perhaps|else|unless|if not|otherwise|alternatively)\b")
 """A word between two numbers, each of which may be the answer. One pattern for the number before
 it, the word and the number behind it would take quadratic time."""
@@ -262,10 +271,13 @@ def stated_number(text: str) -> str | None:
             if subject[2]:
                 return None
             return stated if values[0] == values[1] else described
-        return _stated_in(cleaned, is_first=False)
+        return None if _OPERATION.search(cleaned) else _stated_in(cleaned, is_first=False)
     rest = cleaned[markers[-1].end() :]
     chain = _CHAIN.match(rest)
-    return _stated_in(rest, is_first=chain is not None and any(map(str.isdigit, chain[0])))
+    is_first = chain is not None and any(map(str.isdigit, chain[0]))
+    if not is_first and _OPERATION.search(rest):
+        return None
+    return _stated_in(rest, is_first=is_first)
 
 
 def _kept(sentences: list[str]) -> list[str]:
