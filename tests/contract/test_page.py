@@ -283,7 +283,7 @@ async def test_services_say_what_they_serve_and_since_when_they_are_away(
     assert (odd.error, odd.trainer) == ("it answers with status 404", None)
 
 
-async def test_folders_of_deleted_jobs_are_shown_and_one_that_cannot_be_read_hides_no_other(
+async def test_folders_of_deleted_jobs_are_shown_and_an_unreadable_one_hides_none(
     settings: Settings, job: Job, tmp_path: Path
 ) -> None:
     """`hone rm` keeps the run folder, which is all that is left to look at."""

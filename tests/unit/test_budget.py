@@ -14,15 +14,15 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_350,
-    "shared": 14_840,
+    "shared": 14_830,
     "services/orchestrator/api": 1_800,
-    "services/orchestrator/data": 2_790,
+    "services/orchestrator/data": 2_800,
     "services/orchestrator/extensions": 11_440,
     "services/orchestrator/grpo": 2_990,
     "services/orchestrator/jobs": 3_000,
     "services/orchestrator/samplers": 2_810,
     "services/orchestrator/store": 3_150,
-    "services/reward": 15_120,
+    "services/reward": 15_130,
     "services/rollout": 5_810,
     "services/trainer": 10_200,
     "bench": 3_910,

@@ -52,6 +52,9 @@ MAX_FILES = 64
 MEMORY_BYTES = 4 << 30
 """Address space of the process that generates."""
 
+FILES = ("_file", "_path")
+"""How the package's options that name files end."""
+
 POLL_S = 0.2
 
 NOT_INSTALLED = "which is not installed where {where} runs: pip install 'hone-rl[reasoning-gym]'"
@@ -273,10 +276,11 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
     """Returns the job's options with the types that the task's configuration has."""
     from pydantic import ValidationError
 
-    fields = dict(config_type.__dataclass_fields__)
-    for gone in ("seed", "size", *(name for name in fields if name.endswith(("_file", "_path")))):
-        fields.pop(gone, None)
     options = asked.spec.options
+    check_names(options)
+    fields = dict(config_type.__dataclass_fields__)
+    for gone in ("seed", "size", *(name for name in fields if name.endswith(FILES))):
+        fields.pop(gone, None)
     for name in options:
         if name not in fields:
             raise BadRequest(
@@ -299,6 +303,19 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
             f"data.reasoning_gym.options: {PACKAGE} refuses them: {str(error)[:300]}"
         ) from error
     return {name: getattr(config, name) for name in options}
+
+
+def check_names(options: object, at: str = "data.reasoning_gym.options") -> None:
+    """Raises BadRequest for an option, at any depth, that names a file of the orchestrator's
+    machine: tasks that are made of others hand options on to them unread."""
+    if isinstance(options, Mapping):
+        for name, value in options.items():
+            if str(name).endswith(FILES):
+                raise BadRequest(f"{at} has {name!r}; expected no files of the machine")
+            check_names(value, f"{at}.{name}")
+    elif isinstance(options, list | tuple):
+        for index, value in enumerate(options):
+            check_names(value, f"{at}[{index}]")
 
 
 def _of_level(asked: ProblemSet, level: int) -> dict[str, Any]:
