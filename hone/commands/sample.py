@@ -81,17 +81,10 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
 def _client(settings: Settings, url: str) -> httpx.Client:
     import httpx2 as httpx
 
-    from shared.http.connecting import proxy_headers, ssl_context_for
-    from shared.http.urls import is_direct
+    from shared.http.connecting import client_options
 
-    token = settings.bearer()
-    return httpx.Client(
-        base_url=url,
-        headers=proxy_headers(url) | ({"authorization": f"Bearer {token}"} if token else {}),
-        timeout=httpx.Timeout(ANSWER_S, connect=5.0),
-        trust_env=not is_direct(httpx.URL(url).host),
-        verify=ssl_context_for(url),
-    )
+    timeout = httpx.Timeout(ANSWER_S, connect=5.0)
+    return httpx.Client(**client_options(url, settings.bearer()), timeout=timeout)
 
 
 def _called(

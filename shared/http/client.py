@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from pydantic import BaseModel
@@ -33,13 +32,12 @@ from shared.http.connecting import (
     Poller,
     Presence,
     Tell,
+    client_options,
     no_notify,
-    proxy_headers,
     send_following,
-    ssl_context_for,
 )
 from shared.http.retry import GiveUp, Poll, Retry, Send
-from shared.http.urls import PORTS, is_direct, without_password
+from shared.http.urls import PORTS, without_password
 from shared.wire import VersionInfo
 
 WAIT_S = 20
@@ -79,18 +77,12 @@ class Client:
         self._shown = without_password(self.url)
         self._patience_s = patience_s
         self._media_type = codec.MSGPACK if binary else codec.JSON
-        own = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
-        own |= proxy_headers(self.url) | dict(headers or {})
+        options = client_options(self.url, token)
+        options["headers"] |= {"accept": self._media_type, **(headers or {})}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
         self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=own,
-            timeout=timeout,
-            limits=limits,
-            transport=transport,
-            trust_env=not is_direct(urlsplit(self.url).hostname or ""),
-            verify=ssl_context_for(self.url),
+            **options, timeout=timeout, limits=limits, transport=transport
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)

@@ -10,12 +10,14 @@ import functools
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypedDict
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
 from shared.errors import HoneError, Unavailable
 from shared.http import codec
+from shared.http.urls import is_direct
 from shared.wire import WAIT_PATH, WaitRequest, WaitResult
 
 HOSTS = (".modal.run", ".modal.direct")
@@ -64,6 +66,27 @@ def ssl_context_for(url: str) -> ssl.SSLContext:
     """Returns the context for a client of one service. If the service needs no certificates, the
     context has none and trusts no one."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else ssl_context()
+
+
+class ClientOptions(TypedDict):
+    """Arguments of an httpx client."""
+
+    base_url: str
+    headers: dict[str, str]
+    trust_env: bool
+    verify: ssl.SSLContext
+
+
+def client_options(url: str, token: str | None) -> ClientOptions:
+    """Returns how an httpx client reaches one of Hone's services: with the stack's token and
+    Modal's, and by the environment's proxy only if the service is on another network."""
+    authorization = {"authorization": f"Bearer {token}"} if token else {}
+    return {
+        "base_url": url,
+        "headers": authorization | proxy_headers(url),
+        "trust_env": not is_direct(urlsplit(url).hostname or ""),
+        "verify": ssl_context_for(url),
+    }
 
 
 Tell = Callable[[str, bool], Awaitable[None]]

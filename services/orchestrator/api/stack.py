@@ -16,10 +16,10 @@ from services.orchestrator.jobs.needs import ASKED
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
-from shared.http.connecting import proxy_headers, ssl_context_for
+from shared.http.connecting import client_options
 from shared.http.operations import own_metrics
 from shared.http.service import Service
-from shared.http.urls import REGISTERED, is_direct, is_loopback, without_password
+from shared.http.urls import REGISTERED, is_loopback, without_password
 from shared.settings import Settings
 from shared.wire import (
     RegisteredSampler,
@@ -106,19 +106,12 @@ class Stack:
 
 async def _look(name: Name, url: str, settings: Settings) -> ServiceState:
     """Returns what the service says now."""
-    token = settings.bearer()
-    own = {"authorization": f"Bearer {token}"} if token else {}
     state, error = None, None
     gauges: dict[str, float] = {}
     try:
         async with (
             asyncio.timeout(ANSWER_S),
-            httpx.AsyncClient(
-                base_url=url,
-                headers=own | proxy_headers(url),
-                trust_env=not is_direct(urlsplit(url).hostname or ""),
-                verify=ssl_context_for(url),
-            ) as http,
+            httpx.AsyncClient(**client_options(url, settings.bearer())) as http,
         ):
             path, kind = ASKED[name]
             asked, metrics = await asyncio.gather(http.get(path), http.get("/metrics"))

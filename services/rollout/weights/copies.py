@@ -13,15 +13,13 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
-from shared.http.connecting import ssl_context
+from shared.http.connecting import client_options
 from shared.http.retry import Retry
-from shared.http.urls import is_direct
 from shared.weights import delta
 from shared.weights.folders import FILES, StoredTensor, check_regular, stored_tensors
 from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights, WeightFile
@@ -44,16 +42,9 @@ class Fetcher:
         network. Raises Failed for files that are gone or have another size."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
-        headers = {"x-request-id": request_id()}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
-        with httpx.Client(
-            base_url=self._url,
-            headers=headers,
-            timeout=TIMEOUT_S,
-            trust_env=not is_direct(urlsplit(self._url).hostname or ""),
-            verify=ssl_context(),
-        ) as http:
+        options = client_options(self._url, self._token)
+        options["headers"]["x-request-id"] = request_id()
+        with httpx.Client(**options, timeout=TIMEOUT_S) as http:
             return sum(self._fetch(http, file, folder / file.name) for file in files)
 
     def _fetch(self, http: httpx.Client, file: WeightFile, target: Path) -> int:

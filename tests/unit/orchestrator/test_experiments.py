@@ -94,10 +94,9 @@ Probed = Callable[..., Awaitable[dict[str, Experiment]]]
 def probed(monkeypatch: pytest.MonkeyPatch) -> Probed:
     async def make(fake: FakeSampler | None = None, job_id: str = "j-1") -> dict[str, Experiment]:
         fake = fake or FakeSampler()
-        transport = httpx.MockTransport(fake.answer)
-        http = httpx.AsyncClient(transport=transport, base_url="http://sampler")
+        options = {"base_url": "http://sampler", "transport": httpx.MockTransport(fake.answer)}
         monkeypatch.setattr(experiments, "Client", lambda *_, **__: fake)
-        monkeypatch.setattr(experiments, "_http", lambda *_: http)
+        monkeypatch.setattr(experiments, "client_options", lambda *_: options)
         found = await experiments.probe("http://sampler", Settings(), job_id, PROOF)
         return {one.name: one for one in found}
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from fastapi import Request
@@ -33,9 +32,8 @@ from services.orchestrator.tasks import gather_all
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.http import rendering
 from shared.http.client import Client
-from shared.http.connecting import proxy_headers, ssl_context
+from shared.http.connecting import client_options
 from shared.http.service import Service
-from shared.http.urls import is_direct
 from shared.settings import Settings
 from shared.wire import (
     CheckedWeights,
@@ -145,20 +143,9 @@ async def probe(url: str, settings: Settings, job_id: str, newest: Proof) -> lis
             return []
         if serving.job_id != job_id:
             return []
-        async with _http(url, token) as http:
+        async with httpx.AsyncClient(**client_options(url, token), timeout=ANSWER_S) as http:
             sampler = Sampler(client, http, serving, newest)
             return [await sampler.experiment(name) for name in CAUSES]
-
-
-def _http(url: str, token: str | None) -> httpx.AsyncClient:
-    authorization = {"authorization": f"Bearer {token}"} if token else {}
-    return httpx.AsyncClient(
-        base_url=url,
-        headers=authorization | proxy_headers(url),
-        timeout=ANSWER_S,
-        trust_env=not is_direct(urlsplit(url).hostname or ""),
-        verify=ssl_context(),
-    )
 
 
 @dataclass(frozen=True)

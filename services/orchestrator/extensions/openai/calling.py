@@ -8,7 +8,6 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from fastapi import Request
@@ -23,10 +22,9 @@ from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
 from shared.http import codec, rendering
-from shared.http.connecting import proxy_headers, ssl_context
+from shared.http.connecting import client_options
 from shared.http.operations import client_disconnected, client_gone, wait_until_any
 from shared.http.service import Service
-from shared.http.urls import is_direct
 from shared.settings import Settings
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
 
@@ -177,15 +175,8 @@ class Calls:
             return url, Unavailable(f"it does not answer ({type(error).__name__})")
 
     def _client(self, url: str) -> httpx.AsyncClient:
-        token = self._settings.bearer()
-        authorization = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.AsyncClient(
-            base_url=url,
-            headers=authorization | proxy_headers(url),
-            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-            trust_env=not is_direct(urlsplit(url).hostname or ""),
-            verify=ssl_context(),
-        )
+        timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+        return httpx.AsyncClient(**client_options(url, self._settings.bearer()), timeout=timeout)
 
 
 async def _by_job(
