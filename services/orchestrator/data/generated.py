@@ -8,34 +8,33 @@ Each row has the columns `prompt`, `answer`, `task`, `level` and `entry`. The gr
 reads `entry`, which is a literal of Python, because JSON would make lists of tuples.
 """
 
-# pyright: reportMissingImports=false  # of extras
+# Packages of extras may be missing.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
-import pickle
 import resource
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import MAX_ROW_BYTES, JsonTable, check_version, check_wanted
 from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.writable import writing
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest
 from shared.explain import nearest
 from shared.host import disk
-from shared.job.data import MAX_GENERATED, REASONING_GYM, ReasoningGymSpec
+from shared.job.data import MAX_GENERATED, ReasoningGymSpec
 from shared.weights.folders import digest_of_file
 
 PACKAGE = "reasoning-gym"
@@ -134,43 +133,37 @@ def _release(asked: ProblemSet) -> str:
 
 def _generate(asked: ProblemSet, path: Path) -> None:
     """Writes the file in a process, which is killed at its deadline, or once no one waits."""
-    end = time.monotonic() + GENERATE_S
-    with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory(dir=path.parent) as aside:
+    with tempfile.TemporaryDirectory(dir=path.parent) as aside:
         written = Path(aside) / path.name
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.orchestrator.data.subprocesses", str(os.getpid())],
-            env=os.environ | {"PYTHONHASHSEED": "0"},  # some tasks depend on the order of sets
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+        generating = run_in_subprocess(
+            write,
+            asked,
+            str(written),
+            deadline_s=GENERATE_S,
+            what=f"generating the problems of {asked.key} in {MEMORY_BYTES >> 30} GiB of memory",
+            environment={"PYTHONHASHSEED": "0"},  # some tasks depend on the order of sets
         )
-        given: bytes | None = pickle.dumps((write, (asked, str(written))))
         try:
-            while True:
-                check_wanted()
-                if time.monotonic() > end:
-                    raise BadRequest(
-                        f"{asked.key}: generating {asked.size} problems of {asked.task!r} took "
-                        f"more than {GENERATE_S:g} s; expected fewer or easier ones: lower "
-                        "data.reasoning_gym.size or eval_size"
-                    )
-                try:
-                    answer, _ = process.communicate(given, timeout=POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    given = None  # it is on its way
-        finally:
-            process.kill()
-            process.wait()
-        if not answer:
-            raise Failed(
-                f"generating the problems of {asked.key} failed: its process ended with status "
-                f"{process.returncode}; it may use {MEMORY_BYTES >> 30} GiB"
-            )
-        error, _ = pickle.loads(answer)
-        if error is not None:
-            raise error
+            asyncio.run(_while_wanted(generating))
+        except SubprocessTimeout as error:
+            raise BadRequest(
+                f"{asked.key}: generating {asked.size} problems of {asked.task!r} took more than "
+                f"{GENERATE_S:g} s; expected fewer or easier ones: lower data.reasoning_gym.size "
+                "or eval_size"
+            ) from error
         disk.write_file(path, written.read_bytes())
+
+
+async def _while_wanted(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits the work. Cancels it, and raises Failed, once no one waits for it."""
+    running = asyncio.ensure_future(work)
+    try:
+        while not running.done():
+            check_wanted()
+            await asyncio.wait([running], timeout=POLL_S)
+    finally:
+        running.cancel()
+    await running
 
 
 def _remove_oldest(folder: Path) -> None:
@@ -336,8 +329,3 @@ def _of_level(asked: ProblemSet, level: int) -> dict[str, Any]:
     curriculum.set_global_level(level)
     config = curriculum.generate_configuration({"seed": 0, "size": 1})
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
-def task_of(source: str) -> str:
-    """Returns the task that a source names."""
-    return source.removeprefix(REASONING_GYM)

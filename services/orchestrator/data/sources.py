@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.orchestrator.data.generated import ProblemSet, open_generated, task_of
+from services.orchestrator.data.generated import ProblemSet, open_generated
 from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
 from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import (
@@ -165,7 +165,8 @@ def _url(ask: SourceRequest) -> Table:
 def _generated(ask: SourceRequest) -> Table:
     given = ask.spec.reasoning_gym
     seed = ask.seed if given.seed is None else given.seed
-    asked = ProblemSet(ask.key, task_of(ask.text), given, seed, ask.key != "data.train")
+    task = ask.text.removeprefix(REASONING_GYM)
+    asked = ProblemSet(ask.key, task, given, seed, ask.key != "data.train")
     return open_generated(asked, ask.settings.runs_dir, ask.wanted)
 
 

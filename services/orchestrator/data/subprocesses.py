@@ -13,7 +13,7 @@ import pickle
 import sys
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any, TypeVar
 
 from shared.errors import Failed, HoneError
@@ -32,36 +32,38 @@ class SubprocessTimeout(Failed):
 
 
 async def run_in_subprocess(
-    work: Callable[..., T], *args: Any, deadline_s: float, what: str = "the work"
+    work: Callable[..., T],
+    *args: Any,
+    deadline_s: float,
+    what: str = "the work",
+    environment: Mapping[str, str] | None = None,
 ) -> T:
     """Returns the result of `work(*args)`. `work` is a module's function; its arguments and result
     can be pickled. Raises the work's own HoneError; SubprocessTimeout; and Failed if the process
-    ended without a result. Their sentences begin with `what`, as in "fetching the model 'm'"."""
+    ended without a result. Their sentences begin with `what`, as in "fetching the model 'm'".
+    `environment` is added to the process's variables."""
+    variables = os.environ | QUIET | dict(environment or {})
     with tempfile.TemporaryFile() as errors:  # a process left behind would hold a pipe open
-        return await _run(pickle.dumps((work, args)), deadline_s, what, errors)
-
-
-async def _run(asked: bytes, deadline_s: float, what: str, errors: IO[bytes]) -> Any:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "services.orchestrator.data.subprocesses", str(os.getpid())),
-        env=os.environ | QUIET,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=errors,
-    )
-    try:
-        async with asyncio.timeout(deadline_s):
-            answer, _ = await process.communicate(asked)
-    except TimeoutError as error:
-        raise SubprocessTimeout(f"{what} was not done in {deadline_s:g} s") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-    if not answer:
-        ended = f"{what} failed: its process ended with status {process.returncode}"
-        raise Failed(f"{ended}: {last}" if (last := _last_line(errors)) else ended)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "services.orchestrator.data.subprocesses", str(os.getpid())),
+            env=variables,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=errors,
+        )
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer, _ = await process.communicate(pickle.dumps((work, args)))
+        except TimeoutError as error:
+            raise SubprocessTimeout(f"{what} was not done in {deadline_s:g} s") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        if not answer:
+            ended = f"{what} failed: its process ended with status {process.returncode}"
+            raise Failed(f"{ended}: {last}" if (last := _last_line(errors)) else ended)
     error, result = pickle.loads(answer)
     if error is not None:
         raise error

@@ -5,7 +5,8 @@ W&B is a service, and continues its run. The others write files on this machine,
 anew from the run folder's metrics when a job continues, so that no step is missing or there twice.
 """
 
-# pyright: reportMissingImports=false  # of extras
+# Packages of extras may be missing.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ both refuse all but numbers, texts, lists, arithmetic and functions of sympy, so
 cannot run a program that gives itself a reward.
 """
 
-# pyright: reportMissingImports=false  # of extras
+# Packages of extras may be missing.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
