@@ -168,7 +168,7 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         play_group=functools.partial(play_group, players),
         environment_of=environment_of,
         teacher_of=Teacher,
-        tracker_of=trackers.AllTrackers,
+        tracker_of=trackers.JobTrackers,
         source_of=pushed_groups,
         drive=functools.partial(drive, orders),
         diagnose=diagnosing.diagnose_run,

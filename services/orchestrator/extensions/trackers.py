@@ -39,7 +39,7 @@ NO_KEY = "no API key: set WANDB_API_KEY where the orchestrator runs"
 Row = tuple[int, dict[str, float]]
 
 
-class WandbRun(Protocol):
+class TrackerRun(Protocol):
     """The part of `wandb.Run` that is used. A tracker of files is called in the same way."""
 
     def log(self, data: dict[str, Any], *, step: int) -> None: ...
@@ -60,7 +60,7 @@ class Tracker:
         job: Job,
         job_id: str,
         run_dir: Path,
-        begin: Callable[[Job, str, Path], WandbRun] | None = None,
+        begin: Callable[[Job, str, Path], TrackerRun] | None = None,
         name: str = "W&B",
     ) -> None:
         self.trouble: str | None = None
@@ -119,7 +119,7 @@ class Tracker:
 
     def _work(self) -> None:
         """The thread: gives the tracker each row, after the rows that failed before."""
-        run: WandbRun | None = None
+        run: TrackerRun | None = None
         waiting: list[Row] = []
         ended = False
         while not ended:
@@ -197,7 +197,7 @@ def _named(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+def _begin(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     import wandb
 
     spec = job.wandb
@@ -221,7 +221,7 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
 # --- trackers of files ----------------------------------------------------------------------------
 
 
-class AllTrackers:
+class JobTrackers:
     """The trackers of a job, as one."""
 
     def __init__(self, job: Job, job_id: str, run_dir: Path) -> None:
@@ -252,7 +252,7 @@ class AllTrackers:
         )
 
 
-class _Files:
+class _FileRun:
     """A run whose files are written anew: the first row brings the earlier ones from the run
     folder. `add` writes one row, `end` finishes the files."""
 
@@ -274,7 +274,7 @@ class _Files:
         self._end(exit_code)
 
 
-def _tensorboard(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+def _tensorboard(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -288,14 +288,14 @@ def _tensorboard(job: Job, job_id: str, run_dir: Path) -> WandbRun:
         writer.add_event(Event(wall_time=time.time(), step=row[0], summary=Summary(value=values)))
         writer.flush()
 
-    return _Files(run_dir, add, lambda _: writer.close())
+    return _FileRun(run_dir, add, lambda _: writer.close())
 
 
 MAX_MLFLOW_METRICS = 1000
 """Most metrics that MLflow takes at once."""
 
 
-def _mlflow(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+def _mlflow(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
@@ -323,10 +323,10 @@ def _mlflow(job: Job, job_id: str, run_dir: Path) -> WandbRun:
     def end(exit_code: int) -> None:
         client.set_terminated(run_id, "FAILED" if exit_code else "FINISHED")
 
-    return _Files(run_dir, add, end)
+    return _FileRun(run_dir, add, end)
 
 
-def _trackio(job: Job, job_id: str, run_dir: Path) -> WandbRun:
+def _trackio(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     from trackio.sqlite_storage import SQLiteStorage
 
     SQLiteStorage.delete_run(job.name, job_id)  # `trackio.init` has one run in a process
@@ -334,10 +334,10 @@ def _trackio(job: Job, job_id: str, run_dir: Path) -> WandbRun:
     def add(row: Row) -> None:
         SQLiteStorage.bulk_log(job.name, job_id, [row[1]], [row[0]])
 
-    return _Files(run_dir, add, lambda _: None)
+    return _FileRun(run_dir, add, lambda _: None)
 
 
-LOCAL: dict[str, tuple[str, Callable[[Job, str, Path], WandbRun]]] = {
+LOCAL: dict[str, tuple[str, Callable[[Job, str, Path], TrackerRun]]] = {
     "tensorboard": ("TensorBoard", _tensorboard),
     "mlflow": ("MLflow", _mlflow),
     "trackio": ("Trackio", _trackio),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.extensions import trackers as tracking
-from services.orchestrator.extensions.trackers import AllTrackers, Tracker, TrackerReport
+from services.orchestrator.extensions.trackers import JobTrackers, Tracker, TrackerReport
 from services.orchestrator.store.folder import RunFolder
 from shared.job import Job
 from shared.wire import MetricsRow
@@ -243,7 +243,7 @@ async def test_files_have_each_step_once_after_a_crash_and_a_replay(
     async def attempt(steps: list[int], kept: int, logged: int) -> Any:
         """Runs steps of which the tracker has seen only the first `logged` when it ends."""
         folder.start_at(kept)
-        tracker = AllTrackers(job, "job-1", tmp_path)
+        tracker = JobTrackers(job, "job-1", tmp_path)
         tracker.start()
         for step in steps:
             row = {"eval/pass@1": step / 8, "loss": -1.5}
@@ -275,12 +275,12 @@ async def test_files_that_failed_are_written_anew(
             if row[0] == 1 and (error := next(failures, None)):
                 raise error
 
-        return tracking._Files(run_dir, add, lambda _: None)
+        return tracking._FileRun(run_dir, add, lambda _: None)
 
     monkeypatch.setitem(tracking.LOCAL, "trackio", ("Trackio", begin))
     job, folder = make_job().model_copy(update={"trackers": ("trackio",)}), RunFolder(tmp_path)
     (tmp_path / "job.json").write_text(job.model_dump_json())
-    tracker = AllTrackers(job, "job-1", tmp_path)
+    tracker = JobTrackers(job, "job-1", tmp_path)
     tracker.start()
     for step in (0, 1):
         folder.append_metrics(MetricsRow(step=step, metrics={}))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from services.orchestrator.extensions.diagnosis import checks, reward_hacking
+from services.orchestrator.extensions.diagnosis import checks, reward_hacking, service_checks
 from services.orchestrator.extensions.diagnosis.facts import (
     RunSnapshot,
     alone,
@@ -56,10 +56,10 @@ OF_RUN: tuple[Check, ...] = (
     checks.evaluation_ignored,
     checks.own_reward,
     checks.too_few_steps,
-    checks.speed,
-    checks.sampler_idle,
+    service_checks.speed,
+    service_checks.sampler_idle,
 )
-"""Checks of what the run's files say, and its summary. `checks.state` is of the job at this
+"""Checks of what the run's files say, and its summary. `service_checks.state` is of the job at this
 moment."""
 
 LEVELS = ("problem", "warning", "notice")
@@ -71,7 +71,7 @@ MAX_KNOWN = 8
 def diagnose(facts: RunSnapshot) -> tuple[Finding, ...]:
     """Returns the findings, the worst first, and of equal level in the order of findings.toml: what
     holds a run up, then what ruins it, then what follows from that."""
-    return _worst_first(run_checks((checks.state, *OF_RUN), facts))
+    return _worst_first(run_checks((service_checks.state, *OF_RUN), facts))
 
 
 def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
@@ -126,7 +126,7 @@ class Findings:
             facts, found = await finish_despite_cancel(asyncio.to_thread(self._look, record))
         last_event_at = newest[0].time if newest else None
         facts = replace(facts, record=record, last_event_at=last_event_at, now=time.time())
-        return findings_of(facts, record, [*run_checks([checks.state], facts), *found])
+        return findings_of(facts, record, [*run_checks([service_checks.state], facts), *found])
 
     def _look(self, record: JobRecord) -> tuple[RunSnapshot, list[Finding]]:
         """Returns the run's facts without its batches, and what its files say now."""
