@@ -88,6 +88,7 @@ class RenderingSampler:
     async def answer(
         self, messages: tuple[Message, ...], min_version: int, *, key: str, **asked: Any
     ) -> RolloutGroup:
+        asked |= vars(asked.pop("options"))
         asked = {name: value for name, value in asked.items() if value is not None}
         return await self._generate(prompt=messages, min_version=min_version, fit=True, **asked)
 

@@ -176,8 +176,9 @@ class OneSampler:
         self.samplers = self
 
     async def answer(
-        self, messages: tuple[Message, ...], _: int, *, key: str, **asked: Any
+        self, messages: tuple[Message, ...], _: int, *, key: str, options: Any, **asked: Any
     ) -> RolloutGroup:
+        asked |= vars(options)
         return await generate(
             self._client, prompt_token_ids=None, prompt=messages, fit=True, **asked
         )

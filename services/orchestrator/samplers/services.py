@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator.samplers.clients import RewardClient, TrainerClient
@@ -52,6 +52,18 @@ VERSION_DEADLINE_S = 5.0
 
 MAX_CONVERSATIONS = 192
 """Conversations of a job at a time: fewer than the reward service opens episodes for it."""
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Fields of a `GenerateRequest` for an answer: the tools that it may call, and what limits it.
+    `template_args` are added to the job's."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    json_schema: dict[str, Any] | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class JobSamplers:
@@ -159,26 +171,19 @@ class JobSamplers:
         min_version: int,
         *,
         key: str,
-        tools: tuple[dict[str, Any], ...],
+        options: AnswerOptions,
         known: Known | None,
         sampling: Sampling,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        json_schema: dict[str, Any] | None = None,
-        template_args: Mapping[str, Any] | None = None,
     ) -> RolloutGroup:
         """Returns the answer to a conversation of which `known` are the tokens so far, as a group
         of one. The answers of a conversation come from the sampler with its cache, if that has
         room. Keys of one conversation differ after their last colon."""
+        of_job = self.caller.job.sampling.template_args
         body = GenerateRequest(
             **self.caller.fence,
             prompt=messages,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            json_schema=json_schema,
+            **{**vars(options), "template_args": {**of_job, **options.template_args}},
             known=known,
-            template_args={**self.caller.job.sampling.template_args, **(template_args or {})},
             deadline_s=self.caller.settings.generate_deadline_s,
             fit=True,
             sampling=sampling,

@@ -33,7 +33,7 @@ from services.orchestrator.extensions.environments.recording import (
     digest,
     read_fields,
 )
-from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.services import AnswerOptions, Services
 from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
 from shared.host.logs import get_logger
 from shared.job import Job
@@ -142,11 +142,13 @@ class Session:
         asked = TurnRequest(
             name=digest(name),
             messages=messages,
-            tools=request.tools or (),
-            tool_choice=request.tool_choice or "auto",
-            parallel_tool_calls=request.parallel_tool_calls,
-            json_schema=request.json_schema,
-            template_args=request.chat_template_kwargs or {},
+            options=AnswerOptions(
+                tools=request.tools or (),
+                tool_choice=request.tool_choice or "auto",
+                parallel_tool_calls=request.parallel_tool_calls,
+                json_schema=request.json_schema,
+                template_args=request.chat_template_kwargs or {},
+            ),
         )
         stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
         return asked, Limits(request.max_tokens, stop, request.stop_token_ids or ())
@@ -330,11 +332,7 @@ class Session:
             asked.messages,
             self._min_version,
             key=key,
-            tools=asked.tools,
-            tool_choice=asked.tool_choice,
-            parallel_tool_calls=asked.parallel_tool_calls,
-            json_schema=asked.json_schema,
-            template_args=asked.template_args,
+            options=asked.options,
             known=parent and parent.known,
             sampling=sampling,
         )

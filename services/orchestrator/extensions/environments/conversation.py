@@ -27,7 +27,7 @@ from services.orchestrator.extensions.environments.recording import (
     row_of,
 )
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
-from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.services import AnswerOptions, Services
 from services.orchestrator.seams import LOST, Player
 from services.orchestrator.tasks import gather_all
 from shared.errors import HoneError
@@ -188,7 +188,7 @@ class Conversation:
             tuple(played.messages),
             self._min_version,
             key=f"{id}:{turn}",
-            tools=opened.tools,
+            options=AnswerOptions(opened.tools),
             known=played.last and played.last.known,
             sampling=sampling,
         )

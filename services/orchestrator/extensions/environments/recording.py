@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.orchestrator.samplers.services import AnswerOptions
 from shared.wire import (
     Branch,
     FinishReason,
@@ -30,7 +31,6 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Span,
-    ToolChoice,
 )
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
@@ -48,11 +48,7 @@ class TurnRequest:
 
     name: str
     messages: tuple[Message, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    json_schema: dict[str, Any] | None = None
-    template_args: dict[str, Any] = field(default_factory=dict[str, Any])
+    options: AnswerOptions = field(default_factory=AnswerOptions)
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
 
@@ -335,9 +331,10 @@ def _has_tokens(turn: Turn, asked: TurnRequest, at: int) -> int | None:
 
 
 def _other_template(one: TurnRequest, other: TurnRequest) -> str:
-    if one.tools != other.tools:
+    ours, theirs = one.options, other.options
+    if ours.tools != theirs.tools:
         return "the tools"
-    return "the template arguments" if one.template_args != other.template_args else ""
+    return "the template arguments" if ours.template_args != theirs.template_args else ""
 
 
 def _num_same(ours: Sequence[Message], theirs: Sequence[Message]) -> int:
