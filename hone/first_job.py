@@ -24,7 +24,7 @@ MAX_ROWS = 20_000
 """Most rows that are read: all rows of most data sets, in seconds."""
 
 BATCH_ROWS = 256
-"""Rows of a Parquet file that are in memory at once, beside those that were read."""
+"""Rows of a Parquet file that are decoded at a time."""
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "query", "input", "text")
 ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label", "response")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
 
 NO_PARTS = ("peak_gib", "host_gib", "least_cache_gib")
-"""Of the memory of a plan: what is said on lines of its own."""
+"""Fields of a plan's memory that have lines of their own."""
 
 SOURCES = {
     "tabled": "from data sheets",

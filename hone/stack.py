@@ -156,7 +156,7 @@ TESTED = {"trainer": ("torch", "deepspeed", "transformers"), "sampler": ("vllm",
 
 def tested(part: str) -> list[tuple[dict[str, str], date]]:
     """Returns the versions that the trainer, the sampler or a client passed its tests with, and
-    the day. Builds of a version, such as 2.13.0+cpu, are not told apart."""
+    the day. A build of a version, such as 2.13.0+cpu, counts as the version."""
     rows = tomllib.loads(Path(__file__).with_name("tested.toml").read_text())["tested"]
     return [(row["packages"], row["on"]) for row in rows if row["part"] == part]
 

@@ -1,6 +1,6 @@
-"""Turns on what only so many can use at a time, such as sandboxes and threads: the next one goes to
-who has used the least time so far, so a slow or frequent user makes the others wait for no more
-than its share.
+"""Turns on what only so many can use at a time, such as sandboxes and threads. The next turn goes
+to the user that has used the least time, so a slow or frequent user makes the others wait for no
+more than its share.
 
 Users are levels of names: a job, a group of the job, a completion of the group; or an API key.
 """

@@ -138,7 +138,7 @@ class _Module:
                 )
         part = f"part of the reward {self._name!r}"
         for module, line in found.imports():
-            if _is_beside(module):
+            if _is_user_module(module):
                 raise BadRequest(
                     f"{own!r}, {part}, imports {module!r} in line {line}, a file of your own, "
                     "which the reward service does not have; expected functions imported by name "
@@ -403,8 +403,8 @@ def _package_folders() -> list[Path]:
     return [Path(folder) for folder in folders]
 
 
-def _is_beside(module: str) -> bool:
-    """Whether a module that may not be imported yet is a file of the user's own."""
+def _is_user_module(module: str) -> bool:
+    """Whether a module, imported or not, is a file of the user's own."""
     top = _top(module)
     if top in sys.modules or top in sys.stdlib_module_names:
         return not _is_installed(module)

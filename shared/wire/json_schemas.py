@@ -1,5 +1,5 @@
-"""Bounds of the JSON Schemas by which an agent may limit an answer, so that an engine compiles one
-in seconds: that answer waits, while others are sampled."""
+"""Bounds of the JSON Schemas that limit an agent's answer, so that an engine compiles each in
+seconds. Other answers are sampled meanwhile."""
 
 from __future__ import annotations
 

@@ -481,7 +481,7 @@ async def test_uploads_under_way_take_no_more_than_their_share(
     store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for two that have not come yet, one key has one."""
-    monkeypatch.setattr(files, "MOST_BYTES", 2 * files.LEAST_BYTES)
+    monkeypatch.setattr(files, "MAX_UPLOADING_BYTES", 2 * files.LEAST_BYTES)
     app = create_service(settings.model_copy(update={"max_file_mib": 1}), store, works=False).app
     token = bearer(settings, "alice")["authorization"].encode()
     form = b"multipart/form-data; boundary=x"

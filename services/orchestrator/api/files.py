@@ -42,15 +42,15 @@ T = TypeVar("T")
 FORM_ROOM_BYTES = 1 << 16
 """Bytes of a form beside its file."""
 
-MOST_BYTES = 1 << 33
-"""Most bytes of the uploads under way, and at least four of the largest files: what has come of
-them is in memory, or beyond 1 MiB in temporary files, which no quota counts."""
+MAX_UPLOADING_BYTES = 1 << 33
+"""Most bytes of all uploads in progress, or four of the largest files if that is more. Their bytes
+are in memory or, beyond 1 MiB, in temporary files, which no quota counts."""
 
 LEAST_BYTES = 1 << 23
-"""What an upload under way counts as at least: so most of half a thousand are of one API key."""
+"""What an upload in progress counts at least, so that one API key has 512 of them at most."""
 
-FULL_S = 5
-"""Seconds after which an upload beyond that is to be sent again."""
+RETRY_AFTER_S = 5
+"""Seconds after which an upload that found no room is to be sent again."""
 
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {
@@ -80,7 +80,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 
 def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: Store) -> None:
-    under_way, most = Shares(), max(MOST_BYTES, 4 * settings.max_file_mib << 20)
+    under_way, most = Shares(), max(MAX_UPLOADING_BYTES, 4 * settings.max_file_mib << 20)
 
     @service.app.post("/v1/files", openapi_extra=UPLOAD_BODY)
     async def upload_file(request: Request) -> UploadedFile:
@@ -231,7 +231,7 @@ def _too_much_under_way(held: int, left: int) -> Busy:
         f"uploads of {held} bytes of the API key are under way, and {left} bytes are left for all; "
         f"expected at most as many with this one, which counts as {LEAST_BYTES} or more: send it "
         "again when another one is done",
-        retry_after_s=FULL_S,
+        retry_after_s=RETRY_AFTER_S,
     )
 
 

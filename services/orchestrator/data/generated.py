@@ -51,8 +51,8 @@ MAX_FILES = 64
 MEMORY_BYTES = 4 << 30
 """Address space of the process that generates."""
 
-FILES = ("_file", "_path")
-"""How the package's options that name files end."""
+FILE_ENDINGS = ("_file", "_path")
+"""Endings of the package's options that name files."""
 
 POLL_S = 0.2
 
@@ -270,10 +270,10 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
     from pydantic import ValidationError
 
     options = asked.spec.options
-    check_names(options)
+    check_no_files(options)
     fields = dict(config_type.__dataclass_fields__)
-    for gone in ("seed", "size", *(name for name in fields if name.endswith(FILES))):
-        fields.pop(gone, None)
+    for reserved in ("seed", "size", *(name for name in fields if name.endswith(FILE_ENDINGS))):
+        fields.pop(reserved, None)
     for name in options:
         if name not in fields:
             raise BadRequest(
@@ -298,17 +298,17 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
     return {name: getattr(config, name) for name in options}
 
 
-def check_names(options: object, at: str = "data.reasoning_gym.options") -> None:
+def check_no_files(options: object, at: str = "data.reasoning_gym.options") -> None:
     """Raises BadRequest for an option, at any depth, that names a file of the orchestrator's
     machine: tasks that are made of others hand options on to them unread."""
     if isinstance(options, Mapping):
         for name, value in options.items():
-            if str(name).endswith(FILES):
+            if str(name).endswith(FILE_ENDINGS):
                 raise BadRequest(f"{at} has {name!r}; expected no files of the machine")
-            check_names(value, f"{at}.{name}")
+            check_no_files(value, f"{at}.{name}")
     elif isinstance(options, list | tuple):
         for index, value in enumerate(options):
-            check_names(value, f"{at}[{index}]")
+            check_no_files(value, f"{at}[{index}]")
 
 
 def _of_level(asked: ProblemSet, level: int) -> dict[str, Any]:

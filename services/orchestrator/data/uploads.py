@@ -43,9 +43,8 @@ BLOCK_BYTES = 1 << 20
 
 REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
 
-BY = "by."
-"""What the name of an empty file begins with that says which API key uploaded the file beside
-it."""
+OWNER = "by."
+"""Prefix of the name of an empty file. The rest is the API key that uploaded the file beside it."""
 
 UNFINISHED, REMOVED = ".file-", ".removed-"
 """Prefixes of folders that are being written, and of folders that are being removed."""
@@ -76,8 +75,8 @@ class Quota:
             )
 
     def check_share(self, by: str, num_files: int, size_bytes: int, new_bytes: int) -> None:
-        """Raises TooLarge if an API key had more than these limits, which are what is left for all:
-        so one key takes at most half of all, two a third each, and none keeps others out."""
+        """Raises TooLarge if the files of an API key would exceed these limits. They are what is
+        left for all keys, so one takes at most half of the total, and two a third each."""
         if num_files >= self.max_files or size_bytes + new_bytes > self.max_gib * GIB:
             raise TooLarge(
                 f"a file of {new_bytes} bytes beside {num_files} of {size_bytes} bytes that API "
@@ -184,7 +183,7 @@ class Uploads:
             self._sweep()
             self._check_room(made, by)
             aside.mkdir()
-            (aside / f"{BY}{by}").touch()
+            (aside / f"{OWNER}{by}").touch()
             with (aside / _content_name(made.filename)).open("xb") as file:
                 file.truncate(made.bytes)
         return aside
@@ -263,8 +262,8 @@ def _size_and_key(folder: Path) -> tuple[int, str]:
         for entry in os.scandir(folder):
             if entry.name.startswith("content"):
                 size += entry.stat().st_size
-            elif entry.name.startswith(BY):
-                key = entry.name.removeprefix(BY)
+            elif entry.name.startswith(OWNER):
+                key = entry.name.removeprefix(OWNER)
     return size, key
 
 

@@ -2,7 +2,7 @@
 waiting or stops one: a thread of its own makes its calls, and retries failed ones at the next step.
 
 W&B is a service, and continues its run. The others write files on this machine, which are written
-anew from the run folder's metrics when a job continues, so that no step is missing or there twice.
+anew from the run folder's metrics when a job continues, so that each step is there once.
 """
 
 # Packages of extras may be missing.
@@ -346,10 +346,10 @@ LOCAL: dict[str, tuple[str, Callable[[Job, str, Path], TrackerRun]]] = {
 
 def missing_package(job: Job) -> str | None:
     """Returns a message if a tracker's package is not installed."""
-    gone = [name for name in job.trackers if importlib.util.find_spec(name) is None]
-    if not gone:
+    absent = [name for name in job.trackers if importlib.util.find_spec(name) is None]
+    if not absent:
         return None
     return (
-        f"trackers: {', '.join(gone)} will have nothing of this run, for the package is not "
+        f"trackers: {', '.join(absent)} will have nothing of this run: the package is not "
         "installed where the orchestrator runs: pip install 'hone-rl[trackers]'"
     )

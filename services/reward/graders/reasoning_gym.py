@@ -90,7 +90,7 @@ class ReasoningGym(Grader[ReasoningGymParams]):
             if {"task", "config", "question", "answer", "metadata"} <= {*entry}:
                 return entry
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            pass  # said below
+            pass  # raised below
         shown = f"{row[self.params.entry]!r:.80}"
         raise wrong_row(
             f"column {self.params.entry!r} is {shown}; expected a problem as data.train = "

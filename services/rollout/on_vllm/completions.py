@@ -47,7 +47,7 @@ NUMBER = "#"
 PARAMS = SamplingParams()
 
 CONSTRAINTS = ("json", "json_object", "structural_tag")
-"""Fields of vLLM's StructuredOutputsParams that schemas and forced calls come to."""
+"""Fields of vLLM's StructuredOutputsParams that schemas and forced calls set."""
 
 
 def lora_request(adapter: Adapter) -> LoRARequest:

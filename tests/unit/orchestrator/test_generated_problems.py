@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.data.generated import SEEDS, ProblemSet, check_names, rows_of
+from services.orchestrator.data.generated import SEEDS, ProblemSet, check_no_files, rows_of
 from services.orchestrator.data.sources import open_source, source_requests
 from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.prompts import load_prompts
@@ -56,8 +56,8 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
 
 def test_no_option_at_any_depth_names_a_file_of_the_machine() -> None:
     with pytest.raises(BadRequest, match=r"options\.datasets\[0\]\.config has 'data_file'"):
-        check_names({"datasets": [{"name": "spell_backward", "config": {"data_file": "/a"}}]})
-    check_names({"datasets": [{"name": "path_star", "config": {"min_path_length": 3}}]})
+        check_no_files({"datasets": [{"name": "spell_backward", "config": {"data_file": "/a"}}]})
+    check_no_files({"datasets": [{"name": "path_star", "config": {"min_path_length": 3}}]})
 
 
 def test_training_problems_are_sorted_by_level_and_held_out_ones_alternate() -> None:

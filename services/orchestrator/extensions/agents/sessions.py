@@ -351,8 +351,7 @@ class Session:
     def _refused(self, ended: str, why: str) -> BadRequest:
         """Notes that the rollout is cut off unless another answer follows."""
         self._full = ended
-        # 400, as OpenAI's API answers: agents know it by that and the code
-        # the words of OpenAI's and vLLM's, by which litellm and others know it too
+        # status, code and words of OpenAI's API and vLLM's, by which agents and litellm know it
         return Malformed(
             f"This model's maximum context length is {self._sampling.max_tokens} tokens after the "
             f"prompt in session {self.id!r}, which has no room for another answer: {why}",

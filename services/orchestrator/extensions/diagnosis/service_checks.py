@@ -68,7 +68,7 @@ def _stalled(run: RunSnapshot, record: JobRecord, silent_s: float) -> Iterator[F
 
 # --- speed ---------------------------------------------------------------------------------------
 
-SIDES = {
+OTHER_STAGES = {
     "reward": ("slow_stage/reward", "grading the last completions"),
     "sync": ("slow_stage/sync", "bringing the weights to the samplers"),
     "store": ("slow_stage", "writing the batch"),
@@ -77,8 +77,7 @@ SIDES = {
     "checkpoint": ("slow_stage/checkpoint", "writing checkpoints"),
     "eval": ("slow_stage/eval", "evaluating held-out problems"),
 }
-"""Stages beside sampling and training, which are what is paid for: their sentences, and what they
-do."""
+"""Stages other than sampling and training: the entry of findings.toml, and what the stage does."""
 
 
 def speed(run: RunSnapshot) -> Iterator[Finding]:
@@ -87,7 +86,7 @@ def speed(run: RunSnapshot) -> Iterator[Finding]:
     total = run.of("time/step").last()
     if len(run.of("time/step")) < FEWEST or total.median * run.job.steps < 3600:
         return
-    for stage, (name, what) in SIDES.items():
+    for stage, (name, what) in OTHER_STAGES.items():
         series = run.of(f"time/{stage}").where(lambda step, _: step >= total.steps[0])
         share = sum(series.values) / sum(total.values)
         if share >= 0.3:

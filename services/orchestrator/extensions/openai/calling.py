@@ -191,8 +191,8 @@ async def _by_job(
 
 
 async def _job_of_policy(http: httpx.AsyncClient) -> str | None:
-    """Returns the job whose weights serve as `policy`. A load of another job's weights ends what is
-    under way, so an answer that begins while they serve has them to its end."""
+    """Returns the job whose weights serve as `policy`. Loading another job's weights ends running
+    requests, so an answer that begins while these serve has them to its end."""
     answer = await http.get("/weights", timeout=MODELS_S)
     return answer.json().get("job_id") if answer.status_code == 200 else None
 

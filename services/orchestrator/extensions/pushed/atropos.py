@@ -164,7 +164,7 @@ def _too_much_waits(held: int, left: int) -> Unavailable:
 
 
 @dataclass
-class Line:
+class WaitQueue:
     """The requests that wait for room in a job, in the order in which they came."""
 
     first: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -180,7 +180,7 @@ class Atropos:
         self._heard: dict[str, dict[int, float]] = {}
         self._registering = asyncio.Lock()
         self._waiting = Shares()
-        self._lines: dict[str, Line] = {}
+        self._queues: dict[str, WaitQueue] = {}
 
     async def register(self, job_id: str, asked: RegisterEnv) -> EnvRegistered:
         """Returns the environment's number. An environment of a job that does not run yet is to
@@ -221,7 +221,7 @@ class Atropos:
         with contextlib.ExitStack() as waiting:
             for _, group in sent:
                 checked = await self._pushing.checked(job_id, group)
-                if job_id not in self._lines and await self._stored(job_id, checked):
+                if job_id not in self._queues and await self._stored(job_id, checked):
                     continue
                 if num_bytes:
                     size = max(num_bytes, LEAST_BYTES)
@@ -233,11 +233,11 @@ class Atropos:
 
     async def _store_in_turn(self, job_id: str, checked: CheckedGroup, end: float) -> None:
         """Stores the group as soon as there is room for it, after those that waited before it. Only
-        the first in the line looks for room."""
-        line = self._lines.setdefault(job_id, Line())
-        line.num_waiting += 1
+        the first in the queue looks for room."""
+        queue = self._queues.setdefault(job_id, WaitQueue())
+        queue.num_waiting += 1
         try:
-            async with asyncio.timeout(end - time.monotonic()), line.first:
+            async with asyncio.timeout(end - time.monotonic()), queue.first:
                 while not await self._stored(job_id, checked):
                     await asyncio.sleep(LOOK_S)
         except TimeoutError as error:
@@ -247,9 +247,9 @@ class Atropos:
                 retry_after_s=FULL_S,
             ) from error
         finally:
-            line.num_waiting -= 1
-            if not line.num_waiting:
-                self._lines.pop(job_id, None)
+            queue.num_waiting -= 1
+            if not queue.num_waiting:
+                self._queues.pop(job_id, None)
 
     async def _stored(self, job_id: str, checked: CheckedGroup) -> bool:
         """Stores the group; returns False while the job has no room for it."""

@@ -101,7 +101,7 @@ class OperationRunner:
     _forget_due_at: float = 0.0
     _newest_due_at: float = 0.0  # when the numbers that have come are looked at next
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
-    _told_of_surrogate: bool = False
+    _warned_of_surrogate: bool = False
     _loss: float = 0.0  # of the calls since the last optimizer step
     _checkpoint_at: float = field(default_factory=time.monotonic)
     _at_checkpoint: LogStart | None = None  # what the newest checkpoint of this attempt has
@@ -301,7 +301,7 @@ class OperationRunner:
             return OperationOutcome(step=self.last, logprobs=found.logprobs, loss=loss)
         if operation.kind == "forward_backward":
             assert operation.loss is not None
-            await self._tell_of_surrogate(operation)
+            await self._warn_of_surrogate(operation)
             step = self._num_done + 1
             done = await services.trainer.forward_backward(step, operation.examples, operation.loss)
             self._num_done = self.last = step
@@ -321,10 +321,10 @@ class OperationRunner:
             self._serves = self.last
         return OperationOutcome(step=self.last)
 
-    async def _tell_of_surrogate(self, operation: ProgramOperation) -> None:
+    async def _warn_of_surrogate(self, operation: ProgramOperation) -> None:
         """Warns, once in an attempt, that another loss is computed than the program named."""
-        if operation.loss_name and operation.loss and not self._told_of_surrogate:
-            self._told_of_surrogate = True
+        if operation.loss_name and operation.loss and not self._warned_of_surrogate:
+            self._warned_of_surrogate = True
             await self.journal.warn(
                 f"the program's loss {operation.loss_name!r} is computed as "
                 f"{operation.loss.name!r} with ratios bounded by {operation.loss.bounds}"

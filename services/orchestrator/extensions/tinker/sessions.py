@@ -141,14 +141,14 @@ def add_session_routes(service: Service, store: Store, read: Read) -> None:
 
 def _created(body: dict[str, Any]) -> dict[str, Any]:
     """Returns the answer to a new session; the SDK logs its messages."""
-    told = [
+    notes = [
         f"the loss {name!r} is computed as {ours!r} (docs/tinker.md#losses)"
         for name, ours in SURROGATES.items()
     ]
     answer = {"type": "create_session", "session_id": secrets.token_hex(16)}
     if project := field(body, "project_id", str):
         answer["warning_message"] = f"project_id {project!r:.80} is ignored: there are no projects"
-    return answer | {"info_message": "; ".join(told)}
+    return answer | {"info_message": "; ".join(notes)}
 
 
 def _refusing(sentence: str) -> Callable[[], Awaitable[None]]:

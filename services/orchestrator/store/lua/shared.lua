@@ -211,8 +211,8 @@ local function forget(id)
   for _, list in ipairs({JOBS, QUEUE, BEGUN, ENDED}) do redis.call('ZREM', list, id) end
 end
 
--- Forgets ended jobs until no more than call.keep_jobs are left: each time the oldest job of who has
--- most of them, so that one API key's jobs do not displace all others'.
+-- Forgets ended jobs until no more than call.keep_jobs are left: each time the oldest job of the
+-- API key with most of them, so that one key's jobs do not displace all others'.
 local function forget_ended()
   local ended, jobs_of = redis.call('ZRANGE', ENDED, 0, -1), {}
   local num_left = #ended - tonumber(call.keep_jobs)
