@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel
@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from shared.errors import BadRequest
 from shared.explain import elide, sections
 from shared.job import Job
+from shared.job.running import TrackerName
 
 Values = Mapping[str, Any]
 """A configuration: values by dotted key."""
@@ -285,8 +286,7 @@ TEACHER = (
     "a teacher's log-probs of the sampled tokens are a reward here: see [teacher], and "
     "HONE_TEACHER_URL for its server"
 )
-TRACKERS = ("tensorboard", "mlflow", "trackio")
-"""What `trackers` of a job may name."""
+TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
 NO_SIGNAL = "a group without signal is one whose rewards are all equal"
 MOST_REFILLS = 10

@@ -238,6 +238,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stop.max_hours": ((None,), "TRL trains all steps"),
     "stop.max_cost": ((None,), "TRL trains all steps"),
     "wandb": ((None,), "metrics.jsonl of the run folder has all metrics"),
+    "trackers": (((),), "metrics.jsonl of the run folder has all metrics"),
 }
 """Keys that TRL has no parameter for: the values that it can have, and why no others."""
 

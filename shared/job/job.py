@@ -32,7 +32,7 @@ from shared.job.running import (
     RolloutsSpec,
     StopSpec,
     SyncChoice,
-    Tracker,
+    TrackerName,
     WandbSpec,
 )
 from shared.job.sampling import DifficultySpec, EnvironmentSpec, RewardSpec, SamplingSpec
@@ -285,7 +285,7 @@ class Job(Section):
     wandb: WandbSpec | None = None
     """Weights & Biases. None: it gets no metrics."""
 
-    trackers: tuple[Tracker, ...] = Field(default=(), max_length=3)
+    trackers: tuple[TrackerName, ...] = Field(default=(), max_length=3)
     """Trackers that have the metrics as files too: "tensorboard" and "mlflow" in the run folder,
     "trackio" where its dashboard looks (the orchestrator's TRACKIO_DIR). Their packages are the
     extra `trackers`. Empty: none."""

@@ -179,7 +179,7 @@ class RolloutsSpec(Section):
     all. The default bounds a run's disk at a few GB."""
 
 
-Tracker = Literal["tensorboard", "mlflow", "trackio"]
+TrackerName = Literal["tensorboard", "mlflow", "trackio"]
 
 
 class WandbSpec(Section):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bench.trainer import GOALS, TASKS, compare
+from bench.trainer import compare
 
 
 def runs(seconds: list[float], peak_mib: float, loss: float = 0.5) -> list[dict[str, Any]]:
@@ -19,11 +19,6 @@ def runs(seconds: list[float], peak_mib: float, loss: float = 0.5) -> list[dict[
         }
         for each in seconds
     ]
-
-
-def test_equal_lengths_come_first():
-    assert next(iter(TASKS)) == "equal lengths" and TASKS["equal lengths"].spread == 0
-    assert set(TASKS) == set(GOALS)
 
 
 def test_a_ratio_is_the_median_of_the_repeats_with_its_spread_by_hand():

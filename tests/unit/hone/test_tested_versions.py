@@ -37,11 +37,6 @@ def test_a_file_is_written_and_read_again(tmp_path: Path) -> None:
     assert text.index('vllm = "0.32.0"') < text.index('vllm = "0.33.0"')
 
 
-def test_a_package_is_pinned_with_or_without_extras() -> None:
-    assert versions.pinned("tinker") == "0.38.0"
-    assert versions.pinned("tinker-cookbook").startswith("0.")
-
-
 @pytest.mark.parametrize(
     ("torch", "state", "said"),
     [

@@ -141,6 +141,7 @@ REFUSED = {
     'correction.ratio_base="sampler"': "correction.ratio_base is 'sampler'",
     "stop.target=0.9": "stop.target is 0.9, expected None",
     'wandb.project="p"': "wandb is",
+    'trackers=["mlflow"]': "trackers is",
     "rewards.0.shaping=true": "shaping of the reward 'math' is true",
     "steps=0": "steps is 0, expected 1 or more",
 }

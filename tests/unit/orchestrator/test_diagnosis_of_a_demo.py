@@ -17,7 +17,6 @@ from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, find
 from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.lists import Readable
-from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import load_job
 from shared.wire import Event, JobRecord, MetricsRow
@@ -129,8 +128,3 @@ def test_rows_of_a_very_long_run_are_the_first_and_the_last(run_folder: Path) ->
     (run_folder / "metrics.jsonl").write_text("".join(rows))
     found = gathering.of_folder(RunFolder(run_folder), JOB).rows
     assert len(found) == 2200 and [found[199].step, found[200].step] == [199, 1000]
-
-
-def test_a_folder_of_no_job_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"is no run folder: expected one with job\.json"):
-        gathering.alone(tmp_path)

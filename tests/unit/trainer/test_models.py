@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.trainer.zero import models
-from services.trainer.zero.models import check_model, choose_dtype, copy_tokenizer
+from services.trainer.zero.models import check_model, copy_tokenizer
 from shared.errors import BadRequest, Unavailable
 from tests.support.engine_ranks import a_job
 from tests.support.model_folders import CONFIG, make_model_folder
@@ -95,11 +95,6 @@ def test_a_tokenizer_is_copied_byte_for_byte_and_nothing_else_is(tmp_path):
     assert {file.name: file.read_bytes().decode() for file in target.iterdir()} == {
         name: name for name in ("tokenizer.json", "merges.txt", "chat_template.jinja")
     }
-
-
-def test_a_dtype_that_is_asked_for_is_taken():
-    assert (choose_dtype("float32"), choose_dtype("bfloat16")) == (torch.float32, torch.bfloat16)
-    assert choose_dtype("auto") in (torch.float32, torch.bfloat16)
 
 
 def test_an_attention_implementation_that_is_not_installed_is_one_sentence(tmp_path):
