@@ -277,7 +277,6 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
     from pydantic import ValidationError
 
     options = asked.spec.options
-    check_names(options)
     fields = dict(config_type.__dataclass_fields__)
     for gone in ("seed", "size", *(name for name in fields if name.endswith(FILES))):
         fields.pop(gone, None)
@@ -287,6 +286,7 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
                 f"data.reasoning_gym.options has {name!r}, which {asked.task!r} does not take; "
                 f"{nearest(name, sorted(fields), 'its options')}"
             )
+    check_names(options)
     try:
         config = adapter.validate_json(json.dumps(options), strict=True)
     except ValidationError as error:
