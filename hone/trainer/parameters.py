@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from hone.trainer.single import (
     CONVERTED,
@@ -28,6 +28,7 @@ from shared.errors import BadRequest
 from shared.explain import closest, elide
 from shared.job import Job
 from shared.job.learning import LEARNING_RATE, LORA_LEARNING_RATE
+from shared.job.running import TrackerName
 
 Values = Mapping[str, Any]
 """What was given, by name; nothing is None."""
@@ -355,9 +356,12 @@ def _reports(given: Values, job: Translation) -> None:
     to = [wanted] if isinstance(wanted, str) else list(wanted or ())
     if "wandb" in to:
         job.set("wandb", {"project": given.get("project") or "hone"})
+    if trackers := [name for name in to if name in get_args(TrackerName)]:
+        job.set("trackers", trackers)
     for other in to:
-        if other not in ("wandb", "none", "all"):
-            job.ignored["report_to"] = f"{other!r}; metrics are in the run folder, or in W&B"
+        if other not in ("wandb", "none", "all", *trackers):
+            known = ", ".join(("wandb", *get_args(TrackerName)))
+            job.ignored["report_to"] = f"{other!r}; expected one of {known}"
 
 
 def _optimizer(given: Values, job: Translation) -> None:
@@ -423,7 +427,7 @@ JOINT: dict[Callable[[Values, Translation], None], tuple[tuple[str, ...], str]] 
     ),
     _least_rate: (("lr_scheduler_kwargs",), "`training.min_learning_rate`"),
     _generation: (("generation_kwargs",), "`[sampling]`"),
-    _reports: (("report_to", "project"), '`[wandb]`, where it names "wandb"'),
+    _reports: (("report_to", "project"), '`[wandb]`, where it names "wandb"; `trackers`'),
     _optimizer: (("optim",), "none: it is AdamW"),
 }
 

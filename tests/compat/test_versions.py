@@ -1,5 +1,5 @@
-"""The trainer on other releases of torch, and the sampler on another vLLM than the pinned one, each
-in an environment of its own.
+"""The trainer on other releases of torch, the sampler on another vLLM than the pinned one, and the
+optional packages of problems and trackers, each in an environment of its own.
 
 vLLM's newest release for CPUs is the pinned one. Later releases are tried as their Python code over
 the compiled code of the pinned one, which is what can be known of them without a GPU."""
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from hone.stack import installed
-from tests.compat.packages import ROOT, python_on_torch, vllm_over_pinned
+from tests.compat.packages import ROOT, python_of_stack, vllm_over_pinned
 
 pytestmark = [pytest.mark.compat, pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -40,8 +41,17 @@ SAMPLER = (
 )
 
 
-def run(python: Path, path: str, tests: tuple[str, ...]) -> None:
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+EXTRAS = {
+    "reasoning-gym": (
+        "tests/unit/orchestrator/test_generated_problems.py",
+        "tests/unit/reward/test_reasoning_gym.py",
+    ),
+    "trackers": ("tests/unit/orchestrator/test_tracking.py",),
+}
+
+
+def run(python: Path, path: str, tests: tuple[str, ...], *options: str) -> None:
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *options]
     environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("RECORD_TESTED", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -53,7 +63,7 @@ def test_the_trainer_on_other_releases_of_torch(torch: str, ran_on: RanOn) -> No
     pinned = installed("trainer")
     assert pinned
     ran_on("trainer", pinned | {"torch": torch})
-    run(python_on_torch(torch), str(ROOT), TRAINER)
+    run(python_of_stack(f"torch-{torch}", f"torch=={torch}"), str(ROOT), TRAINER)
 
 
 def test_the_trainer_on_the_pinned_torch(ran_on: RanOn) -> None:
@@ -74,3 +84,13 @@ def test_the_sampler_on_the_pinned_vllm(ran_on: RanOn) -> None:
     assert pinned
     ran_on("sampler", pinned)
     run(Path(sys.executable), str(ROOT), SAMPLER)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_optional_packages(extra: str, ran_on: RanOn) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = project["optional-dependencies"][extra]
+    for pin in pins:
+        name, _, version = pin.partition("==")
+        ran_on("extra", {name: version})
+    run(python_of_stack(extra, *pins), str(ROOT), EXTRAS[extra], "-m", "not soak")

@@ -270,7 +270,6 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
     from pydantic import ValidationError
 
     options = asked.spec.options
-    check_no_files(options)
     fields = dict(config_type.__dataclass_fields__)
     for reserved in ("seed", "size", *(name for name in fields if name.endswith(FILE_ENDINGS))):
         fields.pop(reserved, None)
@@ -280,6 +279,7 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
                 f"data.reasoning_gym.options has {name!r}, which {asked.task!r} does not take; "
                 f"{nearest(name, sorted(fields), 'its options')}"
             )
+    check_no_files(options)
     try:
         config = adapter.validate_json(json.dumps(options), strict=True)
     except ValidationError as error:

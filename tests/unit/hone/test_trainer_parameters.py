@@ -102,7 +102,7 @@ def test_other_values_become_the_keys_values() -> None:
         vllm_importance_sampling_clip_max=2.5,
         model_init_kwargs={"torch_dtype": "bfloat16", "revision": "abc"},
         generation_kwargs={"stop": ["\n"], "top_k": -1},
-        report_to=["wandb"],
+        report_to=["wandb", "tensorboard", "trackio"],
         weight_sync_method="disk",
     )
     assert (job.advantages.std, job.training.schedule) == ("none", "constant")
@@ -112,6 +112,7 @@ def test_other_values_become_the_keys_values() -> None:
     assert (job.training.dtype, job.model_revision) == ("bfloat16", "abc")
     assert (job.sampling.stop, job.sampling.top_k, job.weight_sync) == (("\n",), 0, "disk")
     assert job.wandb and job.wandb.project == "hone"
+    assert job.trackers == ("tensorboard", "trackio")
 
 
 def test_lora_comes_from_a_switch_from_fields_or_from_pefts_config() -> None:

@@ -173,6 +173,11 @@ def test_levels_are_the_package_s_own_curriculum() -> None:
         ),
         ("chain_sum", {"levels": [99]}, "data.reasoning_gym.levels has 99; expected 0 to"),
         ("chain_sum", {"options": {"seed": 2}}, "has 'seed', which 'chain_sum' does not take"),
+        (
+            "spell_backward",
+            {"options": {"data_file": "/etc/passwd"}},
+            "has 'data_file', which 'spell_backward' does not take",
+        ),
     ],
 )
 def test_a_task_or_option_that_does_not_exist_is_refused_with_what_does(

@@ -168,6 +168,7 @@ def test_a_step_on_a_cpu_is_as_worked_out_by_hand() -> None:
     assert step.train_s == pytest.approx(trained_s, rel=1e-2)
     assert step.sync_s == pytest.approx(4 * count / 0.3e9, abs=1e-3)
     (note,) = (note for note in plan.notes if "measurement" in note)
+    assert not any("price" in other for other in plan.notes)
     assert "200 GFLOP/s in float32, 20 GB/s" in note and "wrong by a factor of 2" in note
     shorter = wanted.model_copy(update={"max_staleness": 1})
     ahead = make_plan(

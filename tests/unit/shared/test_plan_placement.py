@@ -391,4 +391,4 @@ def test_a_job_that_only_evaluates_is_not_planned() -> None:
 def test_gpus_without_a_price_are_said_to_have_none() -> None:
     plan = planned("Qwen2.5-0.5B", "1xRTX-4090")
     assert plan.fits and plan.cost is None
-    assert any("no price is known of these GPUs" in note for note in plan.notes)
+    assert any("no price is known for these GPUs" in note for note in plan.notes)
