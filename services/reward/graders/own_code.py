@@ -30,7 +30,7 @@ from services.reward.grading.registry import (
 )
 from services.reward.job_code.functions import function_file
 from services.reward.job_code.inside_score import ENDED
-from services.reward.job_code.workers import LOAD_DEADLINE_S
+from services.reward.job_code.workers import LOAD_DEADLINE_S, MAX_LATE_CALLS
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES, RewardSpec
 from shared.wire import ExecuteRequest, Part, ScoreItem
@@ -40,8 +40,6 @@ GIVEN_ITEM = ("prompt", "completion")
 ENVIRONMENTS = "environments"
 NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL passes and Hone does not: the reward service has neither tokens nor the trainer."""
-
-MAX_LATE_CALLS = 10
 
 
 class FunctionParams(Params):

@@ -18,15 +18,13 @@ from pydantic import Field
 
 from services.reward.grading.registry import Column, Grader, GraderTools, Params, grader, wrong_row
 from services.reward.job_code import inside_reasoning_gym
-from services.reward.job_code.workers import LOAD_DEADLINE_S, JobFile
+from services.reward.job_code.workers import LOAD_DEADLINE_S, MAX_LATE_CALLS, JobFile
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 
 EXAMPLES = ("example_answer", "possible_answer", "example_correct_answer")
 """Where tasks that have no single answer keep one."""
-
-MAX_LATE_CALLS = 10
 
 
 def reference_of(entry: Mapping[str, Any]) -> str | None:

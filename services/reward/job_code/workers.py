@@ -29,6 +29,7 @@ from shared.host.logs import get_logger
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
+MAX_LATE_CALLS = 10  # of one grading, each of which may take all of its time
 END_DEADLINE_S = 10.0
 """Seconds that a worker has to end a call. Then it counts as dead."""
 
