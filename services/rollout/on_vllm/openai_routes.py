@@ -101,6 +101,20 @@ async def _chat_completion(request: ChatCall, raw_request: Request) -> Any:
     return await create_chat_completion(request, raw_request)
 
 
+POSTS: dict[str, Any] = {
+    "/completions": create_completion,
+    "/chat/completions": _chat_completion,
+    "/responses": create_responses,
+    "/messages": create_messages,
+    "/inference/v1/generate": generate,
+}
+GETS: dict[str, Any] = {
+    "/models": show_available_models,
+    "/get_world_size": get_world_size,
+    "/server_info": show_server_info,
+}
+
+
 def openai_app(
     engine: EngineClient,
     model: str,
@@ -117,6 +131,21 @@ def openai_app(
         if adapters is not None
         else OpenAIServingModels(engine, names)
     )
+    app = FastAPI(openapi_url=None)
+    _set_handlers(app.state, engine, models, tool_parser)
+    init_exception_handler(app)
+    json_only = [Depends(validate_json_request)]
+    for path, route in POSTS.items():
+        app.add_api_route(path, route, methods=["POST"], dependencies=json_only)
+    for path, route in GETS.items():
+        app.add_api_route(path, route, methods=["GET"])
+    return app
+
+
+def _set_handlers(
+    state: Any, engine: EngineClient, models: OpenAIServingModels, tool_parser: str | None
+) -> None:
+    """Sets the handlers of vLLM that its routes find in the app's state."""
     chat: dict[str, Any] = {
         "request_logger": None,
         "chat_template": None,
@@ -125,13 +154,12 @@ def openai_app(
         "tool_parser": tool_parser,
     }
     renderer = OnlineRenderer(engine.model_config, engine.renderer, **chat)
-    app = FastAPI(openapi_url=None)
-    app.state.args = SimpleNamespace(log_error_stack=False)
-    app.state.openai_serving_models = models
-    app.state.openai_serving_completion = OpenAIServingCompletion(
+    state.args = SimpleNamespace(log_error_stack=False)
+    state.openai_serving_models = models
+    state.openai_serving_completion = OpenAIServingCompletion(
         engine, models, online_renderer=renderer, request_logger=None
     )
-    app.state.openai_serving_chat = OpenAIServingChat(
+    state.openai_serving_chat = OpenAIServingChat(
         engine,
         models,
         "assistant",
@@ -139,10 +167,10 @@ def openai_app(
         enable_prompt_tokens_details=True,
         **chat,
     )
-    app.state.openai_serving_responses = OpenAIServingResponses(
+    state.openai_serving_responses = OpenAIServingResponses(
         engine, models, renderer, enable_prompt_tokens_details=True, **chat
     )
-    app.state.anthropic_serving_messages = AnthropicServingMessages(
+    state.anthropic_serving_messages = AnthropicServingMessages(
         engine,
         models,
         "assistant",
@@ -150,28 +178,15 @@ def openai_app(
         enable_prompt_tokens_details=True,
         **chat,
     )
-    app.state.engine_client, app.state.vllm_config = engine, engine.vllm_config
+    state.engine_client, state.vllm_config = engine, engine.vllm_config
     derenderer: dict[str, Any] = {}
     if "online_derenderer" in inspect.signature(ServingTokens).parameters:  # vLLM 0.32 lacks it
         derenderer["online_derenderer"] = OnlineDerenderer(
             engine.model_config, engine.renderer, **chat
         )
-    app.state.serving_tokens = ServingTokens(
+    state.serving_tokens = ServingTokens(
         engine, models, renderer, request_logger=None, **derenderer
     )
-    init_exception_handler(app)
-    json_only = [Depends(validate_json_request)]
-    app.add_api_route("/models", show_available_models, methods=["GET"])
-    app.add_api_route("/completions", create_completion, methods=["POST"], dependencies=json_only)
-    app.add_api_route(
-        "/chat/completions", _chat_completion, methods=["POST"], dependencies=json_only
-    )
-    app.add_api_route("/responses", create_responses, methods=["POST"], dependencies=json_only)
-    app.add_api_route("/messages", create_messages, methods=["POST"], dependencies=json_only)
-    app.add_api_route("/inference/v1/generate", generate, methods=["POST"], dependencies=json_only)
-    app.add_api_route("/get_world_size", get_world_size, methods=["GET"])
-    app.add_api_route("/server_info", show_server_info, methods=["GET"])
-    return app
 
 
 def _check_parser(name: str | None) -> None:
