@@ -166,8 +166,8 @@ def test_a_pause_names_its_remedy() -> None:
     assert refused.why == (
         "lora.target_modules is 'nope'; correct the service and `hone resume sums-1`, or the job: "
         "`hone resume sums-1 --set KEY=VALUE` changes checkpoints, evaluation, memory, metadata, "
-        "priority, request, rollouts, steps, stop, wandb, weight_sync; for any other key submit a "
-        "corrected job, with the newest checkpoint as its model if there is one "
+        "priority, request, rollouts, steps, stop, trackers, wandb, weight_sync; for any other key "
+        "submit a corrected job, with the newest checkpoint as its model if there is one "
         "(`hone checkpoints sums-1`)"
     )
     assert not refused.resumes, "it would be refused again"
