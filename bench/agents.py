@@ -149,13 +149,13 @@ async def sampled(
             prompt_token_ids=TokenIds(whole[: len(prompt) + start]),
             sampling=Sampling(n=1, max_tokens=end - start),
         )
-        group = await services.samplers.generate(body, f"{key}:{start}", conversation=key)
+        group = await services.samplers.pool.generate(body, f"{key}:{start}", conversation=key)
         num_sampled += group.rollouts[0].num_sampled
     return num_sampled
 
 
 async def forget(services: Services) -> None:
-    await services.samplers.one().call(
+    await services.samplers.pool.one().call(
         "POST", "/reset_prefix_cache", NoBody(), CacheReset, deadline_s=60
     )
 

@@ -129,7 +129,8 @@ class Tracker(Protocol):
     """Takes a job's rows of metrics to a service outside. It neither delays nor stops a job.
     `trouble` says which rows it has not taken so far, and why; None: it has all."""
 
-    trouble: str | None
+    @property
+    def trouble(self) -> str | None: ...
 
     def start(self) -> None: ...
 

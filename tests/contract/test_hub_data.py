@@ -111,6 +111,7 @@ async def test_a_parquet_file_whose_rows_take_far_more_is_refused_before_they_ar
     write_table(table, content, compression="zstd", store_schema=False)  # reads as plain text
     assert content.tell() < 20_000
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf/datasets")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with DataHub(parquet=content.getvalue()).serving() as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
