@@ -229,7 +229,7 @@ def versions_of(part: str) -> Check | None:
     here = _named(found)
     if day := next((on for packages, on in passed if packages == found), None):
         return Check(f"{part} versions", "ok", f"{here}: tested together on {day}")
-    others = "; ".join(_named(packages) for packages, _ in passed)
+    others = "; ".join(_named(packages) for packages, _ in passed) or "none"
     untested = f"{here}: not tested together; tested: {others} (docs/versions.md)"
     return Check(f"{part} versions", "note", untested)
 
