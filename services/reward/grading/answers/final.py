@@ -131,8 +131,8 @@ _AMONG = re.compile(
 
 _OPERATION = re.compile(
     r"\b(?:add|subtract|deduct|multipl(?:y|ie)|divid|compar|tak)(?:e?[sd]|e|ing|ed)?\b\D{0,20}"
-    r"\d[\d.,]*\D{0,30}?\b(?:from|to|by|with|and|against)\s+(?:the\s+)?(?:number\s+)?\W?\d[\d.,]*"
-    r"\D*$",
+    r"\d[\d.,]*+\D{0,30}?\b(?:from|to|by|with|and|against)\s+(?:the\s+)?(?:number\s+)?\W?\d"
+    r"[\d.,]*+\D*+$",  # possessive, else a run of commas is tried from each of them
     re.IGNORECASE,
 )
 """A sentence that ends with an operation on two numbers and states no result: subtract 78 from
