@@ -42,8 +42,8 @@ COLUMNS = {
     "grad norm": "grad_norm",
     "seconds": "time/step",
 }
-"""Columns of `hone metrics`: heading and metric, those that some row has. `-o json` has all
-metrics."""
+"""Columns of `hone metrics`, heading to metric. A column is shown if some row has its metric;
+`-o json` has all metrics."""
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {

@@ -449,8 +449,8 @@ async def _service(
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
         remedy = stack.restarting(stack.FOLDER, url) or (
-            "the orchestrator runs, and jobs wait for it; what started it, as `hone up` or "
-            "Compose, starts it again when it ended: try again soon, or see its log"
+            "the orchestrator runs, and its jobs wait for this service; `hone up` and Compose "
+            "restart a service that ended: try again soon, or look into its log"
             if stack_runs
             else "`hone up` starts it"
         )

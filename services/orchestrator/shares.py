@@ -1,4 +1,4 @@
-"""What API keys hold of something that all share, such as memory."""
+"""Shares of API keys in a common resource, such as memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.http.gate import caller_name
 
 
 class Shares:
-    """Shares of a total. A caller holds at most as much as it leaves for others: one alone half of
-    the total, two a third each, and so on. So none has to wait until another one's work ends."""
+    """Shares in a total. A caller may hold at most as much as is left for others: a single caller
+    half of the total, two callers a third each, and so on."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()

@@ -1,5 +1,5 @@
-"""Bounds of the JSON Schemas that limit an agent's answer, so that an engine compiles each in
-seconds. Other answers are sampled meanwhile."""
+"""Bounds of the JSON Schemas that constrain an agent's answer, so that an engine compiles each
+within seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, cast
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 32
 MAX_COUNT = 100
-"""Of one `maxLength` or the like: each of its values is a state, with a mask of its own over the
-vocabulary. 100 take 2.3 s of a CPU's time with 49,000 tokens."""
+"""Largest `maxLength` or similar count. Each of its values is a state of the grammar, with a mask
+over the vocabulary: 100 take 2.3 s of processor time with 49,000 tokens."""
 
 MAX_COUNTS = 1000
-"""Of all of them together."""
+"""Largest sum of such counts in a schema."""
 
 MAX_PROPERTIES = 100
 MAX_PATTERN = 200

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.engine, pytest.mark.timeout(3600)]
 
 RanOn = Callable[[str, Mapping[str, str]], None]
 
+PINNED = "pinned"
 TORCH = ("2.11.0", "2.15.0")
 VLLM = ("0.33.0",)
 
@@ -58,32 +59,24 @@ def run(python: Path, path: str, tests: tuple[str, ...], *options: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("torch", TORCH)
-def test_the_trainer_on_other_releases_of_torch(torch: str, ran_on: RanOn) -> None:
+@pytest.mark.parametrize("torch", [PINNED, *TORCH])
+def test_the_trainer_on_releases_of_torch(torch: str, ran_on: RanOn) -> None:
     pinned = installed("trainer")
     assert pinned
-    ran_on("trainer", pinned | {"torch": torch})
-    run(python_of_stack(f"torch-{torch}", f"torch=={torch}"), str(ROOT), TRAINER)
+    own = torch == PINNED
+    ran_on("trainer", pinned if own else pinned | {"torch": torch})
+    python = sys.executable if own else python_of_stack(f"torch-{torch}", f"torch=={torch}")
+    run(Path(python), str(ROOT), TRAINER)
 
 
-def test_the_trainer_on_the_pinned_torch(ran_on: RanOn) -> None:
-    pinned = installed("trainer")
-    assert pinned
-    ran_on("trainer", pinned)
-    run(Path(sys.executable), str(ROOT), TRAINER)
-
-
-@pytest.mark.parametrize("vllm", VLLM)
-def test_the_sampler_on_other_releases_of_vllm(vllm: str, ran_on: RanOn) -> None:
-    ran_on("sampler", {"vllm": vllm})
-    run(Path(sys.executable), f"{vllm_over_pinned(vllm)}:{ROOT}", SAMPLER)
-
-
-def test_the_sampler_on_the_pinned_vllm(ran_on: RanOn) -> None:
+@pytest.mark.parametrize("vllm", [PINNED, *VLLM])
+def test_the_sampler_on_releases_of_vllm(vllm: str, ran_on: RanOn) -> None:
     pinned = installed("sampler")
     assert pinned
-    ran_on("sampler", pinned)
-    run(Path(sys.executable), str(ROOT), SAMPLER)
+    own = vllm == PINNED
+    ran_on("sampler", pinned if own else {"vllm": vllm})
+    path = str(ROOT) if own else f"{vllm_over_pinned(vllm)}:{ROOT}"
+    run(Path(sys.executable), path, SAMPLER)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

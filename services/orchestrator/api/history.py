@@ -202,7 +202,7 @@ async def existing_checkpoints(found: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 class HeldStream(StreamingResponse):
-    """A stream that has `room`, which it took before it was answered, until its end."""
+    """A stream that holds `room`, taken before the response began, until it ends."""
 
     def __init__(self, room: contextlib.ExitStack, content: Any, **how: Any) -> None:
         super().__init__(content, **how)

@@ -154,8 +154,8 @@ class HubTable(ArrowTable):
         return builder.as_dataset(split=self.arguments["split"])
 
     def _checked_downloads(self, builder: Any) -> Any:
-        """Returns what downloads the data set's files, and checks Parquet files as those of uploads
-        before their rows are written."""
+        """Returns a download manager that checks Parquet files, as uploads are checked, before
+        their rows are written."""
         from datasets import DownloadConfig, DownloadManager
 
         table, commit = self, self.version or ""

@@ -200,8 +200,8 @@ class Uploads:
         return made
 
     def _check_room(self, made: UploadedFile, by: str) -> None:
-        """Raises TooLarge if the file is too much beside the stored files and the uploads under
-        way, or beside those of its API key."""
+        """Raises TooLarge if the file would exceed the quota of all files, uploads in progress
+        included, or the share of its API key."""
         if self._quota is None:
             return
         under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first, else an ending one is missed

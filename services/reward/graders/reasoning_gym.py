@@ -1,4 +1,4 @@
-"""What the package reasoning-gym gives an answer to a problem that it has generated.
+"""Scores of the package reasoning-gym for answers to problems that it generated.
 
 Its tasks parse the model's text, so they do it in a worker of their own, without network, as a
 job's own function does (`job_code/inside_reasoning_gym.py`).

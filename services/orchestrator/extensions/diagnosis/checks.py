@@ -1,7 +1,6 @@
-"""The checks of what a run learns; those of reward hacking are in reward_hacking.py. Each yields a
-finding where something is wrong, and nothing where all is well. What is only a metric and its
-threshold, a rule, is in findings.toml. Lengths and texts that change while held-out problems are
-solved better are taken for learning."""
+"""Checks of learning; reward hacking has a file of its own, reward_hacking.py. Each check yields a
+finding where something is wrong. A check that only compares a metric with a threshold is a rule in
+findings.toml. Changes of lengths and texts are not reported while held-out rewards rise."""
 
 from __future__ import annotations
 

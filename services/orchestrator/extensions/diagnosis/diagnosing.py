@@ -69,8 +69,8 @@ MAX_KNOWN = 8
 
 
 def diagnose(facts: RunSnapshot) -> tuple[Finding, ...]:
-    """Returns the findings, the worst first, and of equal level in the order of findings.toml: what
-    holds a run up, then what ruins it, then what follows from that."""
+    """Returns the findings, the worst first. Findings of equal level are in the order of
+    findings.toml: what blocks a run, what ruins it, then consequences."""
     return _worst_first(run_checks((service_checks.state, *OF_RUN), facts))
 
 

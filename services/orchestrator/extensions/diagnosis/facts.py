@@ -253,10 +253,11 @@ OneLine = Annotated[str, BeforeValidator(lambda text: " ".join(text.split()))]
 class Entry(BaseModel):
     """An entry of findings.toml. `title`, `cause` and `remedy` are format strings.
 
-    With `median` it is a rule: it is met by a run with at least `min_steps` steps in which the
-    median of the last `window` values of `metric` compares so with the number, or with its product
-    with what `times` names, and that of the last NEWEST too, so that what is over is not reported.
-    It is a problem from a median of `problem_from` on. `also` are further metrics as evidence."""
+    With `median`, (comparison, threshold), the entry is a rule. A run of at least `min_steps` steps
+    meets it if the medians of the last `window` and of the last NEWEST values of `metric` both
+    compare so with the threshold; the second keeps a past fault from being reported. `times` names
+    a quantity that multiplies the threshold. From a median of `problem_from` on the level is
+    "problem". `also` names further metrics to show as evidence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,5 +1,5 @@
-"""The checks of whether the job's services run, and of what bounds a step's time. Those of what the
-run learns are in checks.py."""
+"""Checks of the job's services and of the speed of its steps. Checks of learning are in
+checks.py."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ class Calls:
                 raise Unavailable(f"the sampler at {url} did not answer: {error!r}") from error
             if not is_right:
                 raise Unavailable(
-                    f"the sampler at {url} was given other weights than those of job {name!r:.200} "
-                    "while it was called; ask again: another sampler may still have them"
+                    f"the sampler at {url} loaded another job's weights during the call of job "
+                    f"{name!r:.200}; try again: another sampler may still serve that job"
                 )
             stack = unless_answered.pop_all()
         return StreamingResponse(

@@ -65,7 +65,7 @@ MAX_WAITING_BYTES = 1 << 28
 """Bytes of the bodies whose groups wait for room, of all API keys together."""
 
 LEAST_BYTES = 1 << 16
-"""What a waiting body counts as at least: a request takes memory of its own."""
+"""Least bytes that a waiting body counts as, since a request itself takes memory."""
 
 MAX_ENVIRONMENTS = 256
 """Environments of a job at a time."""
@@ -232,8 +232,8 @@ class Atropos:
         return DataReceived(groups_processed=len(sent))
 
     async def _store_in_turn(self, job_id: str, checked: CheckedGroup, end: float) -> None:
-        """Stores the group as soon as there is room for it, after those that waited before it. Only
-        the first in the queue looks for room."""
+        """Stores the group once there is room for it, first come, first served. Only the first in
+        the queue looks for room."""
         queue = self._queues.setdefault(job_id, WaitQueue())
         queue.num_waiting += 1
         try:

@@ -320,7 +320,7 @@ class Saved:
         disk.write_file(self._file(saved.number), codec.encode(saved, codec.MSGPACK))
 
     def all(self) -> list[SavedWeights]:
-        """Returns what is there and has not expired, in the order of the operations."""
+        """Returns the entries that have not expired, in the order of the operations."""
         return [saved for saved in self._entries() if not self._is_expired(saved)]
 
     def expired(self) -> list[SavedWeights]:

@@ -37,10 +37,9 @@ from shared.wire import (
 LOSSES: tuple[str, ...] = get_args(TokenLossName)
 
 SURROGATES: dict[str, TokenLossName] = {"stable_reinforce": "cispo"}
-"""Losses of which Tinker does not publish the formula, and the one that is computed in their place:
-of the policy that sampled, both have the gradient of REINFORCE. Tinker's takes what the server
-noted of the samples, which a datum's spans name; they are not read, since the datum has the
-sampler's log-probs."""
+"""Losses whose formula Tinker does not publish, and the loss that is computed instead.
+`stable_reinforce` is documented as a variant of REINFORCE, whose gradient `cispo` has on-policy.
+A datum's spans, which refer to statistics that Tinker recorded when sampling, are not read."""
 
 BOUNDS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 

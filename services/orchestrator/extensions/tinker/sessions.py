@@ -75,8 +75,8 @@ only where client/config and client/dynamic_config say so, which they do not."""
 def add_route(
     service: Service, method: str, path: str, route: Callable[..., Awaitable[Any]], **how: Any
 ) -> None:
-    """Adds a route of Tinker's API. A conflict stays one, and the SDK would repeat a request that
-    is answered with 409 for five minutes before it shows the sentence: it is answered with 422."""
+    """Adds a route of Tinker's API. Conflicts are answered with 422: the SDK retries a 409 for five
+    minutes before it shows the message, and a conflict does not pass."""
 
     @functools.wraps(route)
     async def answered(*args: Any, **kwargs: Any) -> Any:
