@@ -73,7 +73,8 @@ async def test_a_service_that_does_not_answer_is_a_fault_where_the_orchestrator_
     for service in ("trainer", "rollout", "reward"):
         assert found[service].state == "fault"
         assert found[service].detail.startswith(
-            f"not running at {NOBODY} (ConnectError); the orchestrator runs, and its jobs wait for this service; "
+            f"not running at {NOBODY} (ConnectError); the orchestrator runs, and its jobs wait for "
+            "this service; "
         )
     without = await alone_at(NOBODY)
     assert without["trainer"].state == "note"
