@@ -16,7 +16,6 @@ heads of keys and values, D size of a head.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -573,19 +572,14 @@ def attend(
         out_TAD = torch.cat(outs) if is_part else outs[0]  # `cat` copies a single one too
     else:
         dtype = query.dtype
-        if dtype.itemsize == 2 and query.device.type == "cpu" and not cpu_multiplies_bfloat16():
-            dtype = torch.float32  # its kernel in 16 bits takes 2 to 5 times as long
+        if dtype.itemsize == 2 and query.device.type == "cpu":
+            dtype = (
+                torch.float32
+            )  # the kernel's backward pass in 16 bits takes 2 to 10 times as long
         dense = forest.dense(sliding_window, dtype)
         in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
         out_TAD = forest.attended(dense.attend, len(dense.keys_M), *in_dtype, scaling)
     return out_TAD.to(query.dtype)[None], None
-
-
-@functools.cache
-def cpu_multiplies_bfloat16() -> bool:
-    """Returns whether this processor has instructions for products of bfloat16."""
-    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
-    return bool(found)
 
 
 AttentionInterface.register(NAME, attend)

@@ -42,7 +42,7 @@ from services.trainer.learning.policy import (
 from services.trainer.transfer import write_tensors
 from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
-from services.trainer.zero.host_memory import HostCopies
+from services.trainer.zero.host_memory import HostCopies, give_back_large_blocks
 from services.trainer.zero.internals import Snapshot, whole_weights
 from services.trainer.zero.memory import MemoryPlan
 from services.trainer.zero.models import (
@@ -378,6 +378,7 @@ class DeepSpeedEngine:
         zero.stop(parts.zero)
         del parts
         gc.collect()
+        give_back_large_blocks()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 lacks it

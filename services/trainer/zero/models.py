@@ -21,7 +21,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
-from services.trainer.learning.attention import cpu_multiplies_bfloat16
 from services.trainer.zero.host_memory import as_bytes
 from shared.errors import BadRequest, Conflict, HoneError, first_line, from_problem
 from shared.job import Job
@@ -244,3 +243,9 @@ def choose_dtype(asked: str) -> torch.dtype:
         cpu_multiplies_bfloat16=cpu_multiplies_bfloat16(),
     )
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[chosen]
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Returns whether this processor has instructions for products of bfloat16."""
+    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+    return bool(found)

@@ -276,7 +276,8 @@ class Updater:
         )
 
     def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
-        """Has activations given back as soon as they are freed, where that is worth its time."""
+        """Has activations given back as soon as they are freed where memory might be short, and
+        kept for the next pass elsewhere."""
         if self.device.type != "cpu" or self.planned is None:
             return
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
@@ -287,6 +288,8 @@ class Updater:
             host_memory_bytes(),
         ):
             host_memory.give_back_large_blocks()
+        else:
+            host_memory.keep_freed_blocks()
 
     def _train_step(
         self,

@@ -14,8 +14,9 @@ from tests.support.plan_models import job, model
 
 ALLOCATE = """
 import ctypes
+import resource
 from pathlib import Path
-from services.trainer.zero.host_memory import give_back_large_blocks
+from services.trainer.zero.host_memory import give_back_large_blocks, keep_freed_blocks
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -31,8 +32,8 @@ def blocks(count):
         libc.memset(block, 1, 4 << 20)
     return found
 
-if {asks}:
-    assert give_back_large_blocks()
+for ask in {asks}:
+    assert ask()
 for block, _ in blocks(1):  # from the first that is freed on, glibc has them in its heap
     libc.free(block)
 before = resident_mib()
@@ -41,17 +42,36 @@ for block, _ in blocks(16):
 print(resident_mib() - before)
 """
 
+ALLOCATE_ONE = (
+    ALLOCATE.partition("for block, _ in blocks(1)")[0]
+    + """
+for _ in range(2):
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    libc.memset(block, 1, 64 << 20)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+)
 
-def kept_mib(*, asks: bool) -> int:
-    """Returns what a process keeps of 64 MiB that it has freed, in blocks between which there are
-    small ones."""
-    command = [sys.executable, "-c", ALLOCATE.format(asks=asks)]
+
+def printed(program: str, *asks: str) -> int:
+    command = [sys.executable, "-c", program.format(asks=f"[{', '.join(asks)}]")]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def test_large_blocks_that_are_freed_are_not_kept() -> None:
-    assert kept_mib(asks=False) >= 50
-    assert kept_mib(asks=True) <= 5
+    # What a process keeps of 64 MiB that it has freed, in blocks between which there are small ones
+    assert printed(ALLOCATE) >= 50
+    assert printed(ALLOCATE, "give_back_large_blocks") <= 5
+    assert printed(ALLOCATE, "keep_freed_blocks", "give_back_large_blocks") <= 5
+
+
+def test_freed_blocks_of_any_size_are_used_again() -> None:
+    # The second block of 64 MiB has 16,384 pages, which the kernel zeroes where they are new.
+    assert printed(ALLOCATE_ONE) > 16_000
+    assert printed(ALLOCATE_ONE, "keep_freed_blocks") < 100
+    assert printed(ALLOCATE_ONE, "give_back_large_blocks", "keep_freed_blocks") < 100
 
 
 def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
