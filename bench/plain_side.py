@@ -1,9 +1,10 @@
 """A step of plain transformers for `bench.trainer --real`, in a process of its own: forward and
 backward passes of the model with its own loss, and torch's AdamW.
 
-    python -m bench.plain_side FOLDER float32|bfloat16 '{"groups": 24, ...}'
+    python -m bench.plain_side FOLDER float32|bfloat16 512 '{"groups": 24, ...}'
 
-prints one JSON object: the seconds of its second step, and the tokens that went through the model.
+prints one JSON object: the seconds of a step in micro-batches of so many tokens, and the tokens
+that went through the model.
 """
 
 from __future__ import annotations
@@ -20,28 +21,25 @@ import transformers
 from bench.plan_side import step_of
 from bench.trainer_side import Task, make_examples
 
-ROWS_TOKENS = 2048
-"""Tokens of a micro-batch: as many as in one of Hone's."""
 
-
-def measure(folder: str, dtype: str, step: Task) -> dict[str, Any]:
-    """Returns what the second step took. All sequences of a step have the same length, so nothing
-    is padded."""
+def measure(folder: str, dtype: str, row_tokens: int, step: Task) -> dict[str, Any]:
+    """Returns what the second whole step took. All sequences of a step have the same length, so
+    nothing is padded."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     examples = make_examples(replace(step, vocab_size=model.config.vocab_size))
     rows = [[*example.prompt_token_ids, *example.token_ids] for example in examples]
-    size = max(1, ROWS_TOKENS // len(rows[0]))
+    size = max(1, row_tokens // len(rows[0]))
     seconds = 0.0
-    for part in (rows[:size], rows):
+    for part in (rows[: 2 * size], rows):
         started = time.perf_counter()
-        for few in (part[first : first + size] for first in range(0, len(part), size)):
-            ids = torch.tensor(few)
+        for first in range(0, len(part), size):
+            ids = torch.tensor(part[first : first + size])
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            (loss * len(few) / len(part)).backward()
+            (loss * len(ids) / len(part)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -50,8 +48,8 @@ def measure(folder: str, dtype: str, step: Task) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, dtype, step = sys.argv[1:]
-    print(json.dumps(measure(folder, dtype, step_of(**json.loads(step)))))
+    folder, dtype, row_tokens, step = sys.argv[1:]
+    print(json.dumps(measure(folder, dtype, int(row_tokens), step_of(**json.loads(step)))))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from shared.settings import Settings
 from shared.wire import PromptLengths
 
 MIB = 1 << 20
-STEP, AS_SET = "step", "as_set"
-"""Beside a case's sections: the sizes of its step, and whether memory is given back as the trainer
-chooses; else as where memory is short."""
+STEP, AS_SET, REPEATS = "step", "as_set", "repeats"
+"""Beside a case's sections: the sizes of its step; whether memory is given back as the trainer
+chooses, else as where memory is short; and how many steps come before the one that is measured."""
 
 TOKENS = 2048
 """Tokens of a micro-batch of the generated model. A step has two micro-batches."""
@@ -96,9 +96,9 @@ def make_job(folder: Path, case: dict[str, Any], step: Task) -> Job:
     )
 
 
-def measure(job: Job, store: Path, step: Task, *, as_set: bool) -> dict[str, Any]:
-    """Returns the memory of a rank that is alone, and the seconds of its last step. The first
-    step, of one group with short completions, makes Adam's moments."""
+def measure(job: Job, store: Path, step: Task, *, as_set: bool, repeats: int = 0) -> dict[str, Any]:
+    """Returns the memory of a rank that is alone, and the seconds of its last step, after
+    `repeats` others. The first step, of one group with short completions, makes Adam's moments."""
     import torch
     import torch.distributed as dist
 
@@ -119,6 +119,8 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool) -> dict[str, Any
     settle()
     loaded = resident_bytes("VmRSS") - before
     engine.update(first, 1e-6)
+    for _ in range(repeats):
+        engine.update(whole, 1e-6)
     started, cpu_started = time.perf_counter(), time.process_time()
     engine.update(whole, 1e-6)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
@@ -144,6 +146,7 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool) -> dict[str, Any
         "planned_s": time_s.train_s if time_s else math.nan,
         "train_s": seconds,
         "cpu_s": cpu_s,
+        "num_tokens": num_tokens(step),
     }
 
 
@@ -151,11 +154,12 @@ def main() -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     case: dict[str, Any] = json.loads(sys.argv[2])
     step, as_set = step_of(**case.pop(STEP, {})), case.pop(AS_SET, False)
+    repeats = case.pop(REPEATS, 0)
     if not as_set:
         case["memory"] = {"micro_batch_tokens": TOKENS, **case.get("memory", {})}
     job = make_job(Path(sys.argv[1]), case, step)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        found = measure(job, Path(folder) / "store", step, as_set=as_set)
+        found = measure(job, Path(folder) / "store", step, as_set=as_set, repeats=repeats)
     print(json.dumps(found))
 
 

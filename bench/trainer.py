@@ -1,7 +1,7 @@
 """Hone's forward and backward passes side by side with TRL's own, on the same model and the same
 sequences.
 
-    python -m bench.trainer [--quick] [--repeats 5]      (TRL is in the extra `dev`)
+    python -m bench.trainer [--quick | --real] [--repeats 5]      (TRL is in the extra `dev`)
 
 One measurement is a step without its optimizer: the passes over the batch, as each side cuts it
 into micro-batches, up to the gradient of every weight. The model is random, in float32, on this
@@ -29,6 +29,13 @@ What each side is given:
   calls them, `chunk_tokens` and `shared_prefix` at their defaults.
 - Neither: gradient checkpointing (TRL's default is on), bfloat16, a reference model.
 
+With `--real` SmolLM2-135M-Instruct takes whole steps, the optimizer's included, in Hone's trainer
+and in plain transformers with torch's AdamW (`plain_side.py`), which computes each prompt for each
+completion. The figure is tokens through the model per second: 1 says that Hone's own code costs
+nothing, and what sharing saves comes on top. Plain transformers has the faster of two sizes of
+micro-batches, no gradient checkpointing, and the logits of all positions; Hone has its defaults,
+and the logits of completions.
+
 Each measurement is a process of its own, and a ratio is taken within a repeat. Peak memory is the
 process's largest resident size during the step less its size before. All sides compute the same
 step, so losses are compared too, and gradients with TRL's. The last figures simulate how long
@@ -40,13 +47,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
 from bench import trainer_ranks
+from bench.plan_side import AS_SET, REPEATS, STEP
 from bench.report import Figure, finish, in_turns, options, ratios, repeated, table
 from bench.side import run
 from bench.trainer_side import Task
+from deploy.real_model import fetch
 
 BASE = Task(vocab_size=8_192, num_prompts=1, hidden_size=512, num_layers=8)
 
@@ -97,6 +107,12 @@ COLUMNS = {
 }
 """Of the table of where the time goes, by the key of a measurement."""
 
+REAL_STEPS = ((24, 8, 37, 8), (8, 8, 37, 128))
+"""Groups, completions of each, and tokens of a prompt and of a completion."""
+
+PLAIN_TOKENS = (512, 2048)
+MIN_OF_PLAIN = 0.9
+
 LIMIT_S = 1800.0
 SIDES = ("hone", "trl")
 Runs = dict[str, list[dict[str, Any]]]
@@ -104,7 +120,11 @@ Runs = dict[str, list[dict[str, Any]]]
 
 def main() -> int:
     quick = "only `equal lengths`: about four minutes"
-    args = options(__doc__, repeats=5, quick=quick).parse_args()
+    parser = options(__doc__, repeats=5, quick=quick)
+    parser.add_argument("--real", action="store_true", help="beside plain transformers instead")
+    args = parser.parse_args()
+    if args.real:
+        return measure_real(args.repeats)
     tasks = dict(list(TASKS.items())[:1]) if args.quick else TASKS | WORKLOADS
     results = {
         name: alternate(task, args.repeats, ("hone", "off", "trl") if name in WORKLOADS else SIDES)
@@ -116,6 +136,32 @@ def main() -> int:
     figures += trainer_ranks.figures()
     sizes = {name: asdict(task) for name, task in tasks.items()}
     return finish("trainer", figures, repeats=args.repeats, tasks=sizes, runs=results)
+
+
+def measure_real(repeats: int) -> int:
+    folder = str(fetch())
+    figures: list[Figure] = []
+    results: dict[str, Runs] = {}
+    for sizes, dtype in product(REAL_STEPS, ("float32", "bfloat16")):
+        step = dict(zip(("groups", "group_size", "prompt", "completion"), sizes, strict=True))
+        case = {STEP: step, AS_SET: True, REPEATS: 1, "training": {"dtype": dtype}}
+        sides = {"hone": ("bench.plan_side", folder, json.dumps(case))}
+        for tokens in PLAIN_TOKENS:
+            given = (folder, dtype, str(tokens), json.dumps(step))
+            sides[f"plain {tokens}"] = ("bench.plain_side", *given)
+        runs: Runs = {side: [] for side in sides}
+        for side in in_turns(sides, repeats):
+            runs[side].append(run(*sides[side], limit_s=LIMIT_S))
+        name = f"{' x '.join(map(str, sizes))}, {dtype}"
+        rates = {side: [one["num_tokens"] / one["train_s"] for one in runs[side]] for side in runs}
+        plain = [max(pair) for pair in zip(*(rates[side] for side in sides if side != "hone"))]
+        of_plain = ratios(rates["hone"], plain)
+        figures.append(
+            repeated(f"{name}: tokens per second, Hone to plain", of_plain, "x", MIN_OF_PLAIN)
+        )
+        figures += [repeated(f"{name}: {side}, tokens/s", rates[side], "/s") for side in rates]
+        results[name] = runs
+    return finish("trainer", figures, repeats=repeats, runs=results)
 
 
 def alternate(task: Task, repeats: int, sides: tuple[str, ...]) -> Runs:

@@ -78,7 +78,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from (f"  {why}" for why in place.why_not)
     each = "each process" if place.kind == "cpu" else "each GPU"
     needed, room = place.trainer.peak_gib, place.trainer_room_gib
-    yield f"  trainer, {each}: needs {needed:.1f} GiB and has {room:.1f}"
+    how = "with" if place.recomputes else "without"
+    yield (
+        f"  trainer, {each}: needs {needed:.1f} GiB and has {room:.1f}, {how} gradient "
+        "checkpointing"
+    )
     yield f"    {_memory_parts(place.trainer)}"
     if place.trainer.host_gib:
         yield f"    and {place.trainer.host_gib:.1f} GiB in the host's memory for each rank"

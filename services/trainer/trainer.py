@@ -422,7 +422,9 @@ class Trainer:
     def _fitting(self, request: TrainerJob) -> Job:
         """Returns the job with the smallest budget of a micro-batch among the ranks."""
         tokens = min(self._ranks.on_all_ranks(lambda: self._seams.budget(request)))
-        memory = request.job.memory.model_copy(update={"micro_batch_tokens": tokens})
+        memory = request.job.memory
+        if tokens < memory.micro_batch_tokens:
+            memory = memory.lowered(tokens)
         return request.job.model_copy(update={"memory": memory})
 
     def _resumed(self, request: TrainerJob, model: str, found: ResumePoint) -> LoadedJob:

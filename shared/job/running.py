@@ -33,10 +33,11 @@ class MemorySpec(Section):
     chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time, for a part of the vocabulary, in float32."""
 
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keeps only each layer's input and computes the layer again in the backward pass: about a
     third more time, and a fraction of the activation memory, which at 16,384 tokens and 7B
-    parameters would be about 120 GB. Set false for small models and short sequences."""
+    parameters would be about 120 GB. "auto": in the steps that would not fit into memory without,
+    and from then on once memory ran out."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is partitioned over the ranks (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 also
@@ -65,6 +66,17 @@ class MemorySpec(Section):
     deepspeed: dict[Text, Any] = Field(default={}, max_length=MAX_ENTRIES)
     """Merged over the configuration given to DeepSpeed, key by key. Only keys about placement,
     communication and logging are taken; others are refused."""
+
+    def recomputing(self, is_on: bool) -> MemorySpec:
+        """Returns these settings, with `gradient_checkpointing` decided if it is "auto"."""
+        if self.gradient_checkpointing != "auto":
+            return self
+        return self.model_copy(update={"gradient_checkpointing": is_on})
+
+    def lowered(self, micro_batch_tokens: int) -> MemorySpec:
+        """Returns the settings to continue with after memory ran out."""
+        update = {"micro_batch_tokens": micro_batch_tokens}
+        return self.recomputing(True).model_copy(update=update)
 
 
 class EvaluatedModel(Section):

@@ -76,9 +76,17 @@ engine's process with vLLM, torch and its compiled code, and a model of 0.3 mill
 WORTH_BYTES = 128 << 20
 """Least bytes of a micro-batch for which giving memory back is worth its time."""
 
-HEAP_FACTOR = 2.5
-"""Most memory of a process, as a multiple of the plan, if glibc keeps freed blocks: 2.3 times were
-measured."""
+USABLE = 0.95
+"""Share of a GPU's memory that tensors can fill: the rest is lost to fragmentation in torch's
+allocator. Assumed."""
+
+TRAINERS_SHARE = 0.5
+"""Share of a host's memory that the trainer may take to save time. The rest is for the sampler and
+other processes."""
+
+HEAP_FACTORS = {True: 2.5, False: 1.5}
+"""Most memory of a process, as a multiple of the plan, if glibc keeps freed blocks, with gradient
+checkpointing and without: 2.3 and 1.3 times were measured."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +299,10 @@ class RankMemory:
         """The peak of a pass, the reduction of its gradients, and the update, with the buffers of
         each. `is_kept`: what a pass frees is not used again."""
         stage, reduced, update = self.job.memory.zero_stage, 0.0, self.states.update
-        passes = self.activations + self.logits if is_kept else self.pass_peak
+        passes = self.pass_peak
+        if is_kept:
+            again = self.job.memory.gradient_checkpointing  # each layer leaves gaps of its sizes
+            passes = (2 if again else 1) * self.activations + self.logits
         is_over = self.trained > MAX_BUCKET
         if stage in (1, 2) and not self.is_low and is_over and not self.is_offloaded:
             # the gradients of one micro-batch that were reduced
@@ -310,14 +321,17 @@ def is_moved(memory: MemorySpec, itemsize: int) -> bool:
     return not memory.offload_optimizer and (stage == 2 or (stage == 1 and itemsize == 4))
 
 
-def is_worth_giving_back(pass_bytes: int, planned_bytes: float, room_bytes: float) -> bool:
+def is_worth_giving_back(
+    pass_bytes: int, planned_bytes: float, room_bytes: float, *, recomputes: bool
+) -> bool:
     """Returns whether freed large blocks should be returned to the system. A micro-batch takes
     `pass_bytes`, all ranks together are planned to take `planned_bytes`, and the host has
     `room_bytes`. Returning them costs time, because the system zeroes each block that it hands out
     again: a pass takes up to 1.5 times as long with a hidden size of 512, and twice as long with
     128. So blocks are kept while all ranks need at most half of the memory; the rest is for the
     sampler and other processes."""
-    return pass_bytes >= WORTH_BYTES and planned_bytes * HEAP_FACTOR > room_bytes / 2
+    kept_bytes = HEAP_FACTORS[recomputes] * planned_bytes
+    return pass_bytes >= WORTH_BYTES and kept_bytes > TRAINERS_SHARE * room_bytes
 
 
 def trainer_memory(
@@ -347,8 +361,9 @@ def trainer_memory(
     }
     peak = sum(steady.values()) + rank.working()
     # Where a CPU's host has much memory, freed blocks stay in the heap and are rarely used again.
+    recomputes = bool(job.memory.gradient_checkpointing)
     if ranks.host_bytes is not None and not is_worth_giving_back(
-        rank.pass_peak, peak * ranks.num, ranks.host_bytes
+        rank.pass_peak, peak * ranks.num, ranks.host_bytes, recomputes=recomputes
     ):
         peak = sum(steady.values()) + rank.working(is_kept=True)
     return TrainerMemory(

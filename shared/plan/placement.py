@@ -28,16 +28,21 @@ from typing import Any
 from shared.job import Job, LoraSpec
 from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup
-from shared.plan.memory import GIB, RankMemory, Ranks, SamplerShape, sampler_memory, trainer_memory
+from shared.plan.memory import (
+    GIB,
+    TRAINERS_SHARE,
+    USABLE,
+    RankMemory,
+    Ranks,
+    SamplerShape,
+    sampler_memory,
+    trainer_memory,
+)
 from shared.plan.model import Model
 from shared.plan.rates import PlanInput
 from shared.settings import Settings
 from shared.wire.records import Change, Placement, SamplerMemory, StepTime, TrainerMemory
 from shared.wire.records import PlacementKind as Kind
-
-USABLE = 0.95
-"""Share of a GPU's memory that tensors can fill: the rest is lost to fragmentation in torch's
-allocator. Assumed."""
 
 SHARED_UTILIZATION = 0.35
 """Share of a GPU's memory that vLLM takes beside a trainer. In bfloat16 with float32 masters and
@@ -117,8 +122,26 @@ class Candidate:
         return Ranks(self.trainer.count, itemsize, gpu.device, self.kind == "turns", host_bytes)
 
     @cached_property
+    def trained(self) -> PlanInput:
+        """The needs, with `memory.gradient_checkpointing` decided: "auto" is on unless a step fits
+        without."""
+        without = self._recomputing(False)
+        room, ranks = self.trainer_room, self.ranks
+        if ranks.host_bytes is not None:
+            room = min(room, TRAINERS_SHARE * ranks.host_bytes / GIB / ranks.num)
+        return without if self._memory(without).peak_gib <= room else self._recomputing(True)
+
+    @cached_property
     def trainer_memory(self) -> TrainerMemory:
-        needs, ranks = self.needs, self.ranks
+        return self._memory(self.trained)
+
+    def _recomputing(self, is_on: bool) -> PlanInput:
+        job = self.needs.job
+        memory = job.memory.recomputing(is_on)
+        return replace(self.needs, job=job.model_copy(update={"memory": memory}))
+
+    def _memory(self, needs: PlanInput) -> TrainerMemory:
+        ranks = self.ranks
         step_tokens = needs.rank_tokens(ranks.num)
         return trainer_memory(needs.model, needs.job, ranks, needs.longest, step_tokens)
 
@@ -158,6 +181,7 @@ class Candidate:
             trainer_room_gib=round(self.trainer_room, 3),
             sampler_room_gib=round(self.sampler_room, 3),
             trainer=self.trainer_memory,
+            recomputes=bool(self.trained.job.memory.gradient_checkpointing),
             sampler=self.sampler_memory,
             time=None if why_not else self._time(),
             settings=dict(self.settings),
@@ -173,7 +197,7 @@ class Candidate:
         at_longest = int(free // (sampler.cache_bytes_per_token * needs.longest))
         at_once = max(1, min(sampler.sequences, at_longest))
         sample_s = rates.sample_s(needs, self.sampler, self.num_samplers, self.split, at_once)
-        train_s = rates.train_s(needs, self.trainer, self.kind)
+        train_s = rates.train_s(self.trained, self.trainer, self.kind)
         sync_s = rates.sync_s(needs, self.trainer.gpu)
         is_beside = needs.job.max_staleness > 0 and self.kind == "split"
         source = "benchmarked" if self.trainer.gpu.is_cpu else "tabled"

@@ -158,7 +158,7 @@ def passes(job: Job) -> int:
     log-probs before the first update, if a batch has several updates or dropout."""
     training = job.training
     backward = 1 if job.lora else 2
-    each = 1 + backward + job.memory.gradient_checkpointing
+    each = 1 + backward + bool(job.memory.gradient_checkpointing)
     dropout = job.lora is not None and job.lora.dropout > 0
     frozen = training.epochs * training.minibatches > 1 or dropout or training.objective == "dpo"
     return training.epochs * each + frozen + training.has_reference

@@ -95,7 +95,8 @@ class Cost(Wire):
 class Placement(Wire):
     """Who gets which GPUs. "split": each its own. "turns": both the same ones, one after the other
     (HONE_COLOCATE). "shared": both the same ones at once. "cpu": none. `fits` is False for the
-    reasons in `why_not`. `settings` are the settings, by name, that choose it."""
+    reasons in `why_not`. `recomputes`: with gradient checkpointing. `settings` are the settings, by
+    name, that choose it."""
 
     kind: PlacementKind
     trainer_ranks: int
@@ -106,6 +107,7 @@ class Placement(Wire):
     trainer_room_gib: float
     sampler_room_gib: float
     trainer: TrainerMemory
+    recomputes: bool = False
     sampler: SamplerMemory
     time: StepTime | None = None
     settings: dict[str, str] = {}

@@ -184,7 +184,7 @@ def _mixes(difference: float) -> str:
 def checkpoint_body(model: Any, name: str) -> None:
     """Turns on gradient checkpointing: the body keeps only each layer's input, and computes the
     layer again in the backward pass. Call it after the last `train()` or `eval()`. Raises
-    BadRequest if the model cannot, or if its hidden states change.
+    BadRequest if the model cannot, or if its hidden states change; then it is off again.
 
     Transformers checkpoints only layers in training mode, and dropout is active in that mode too.
     This trainer allows no dropout but LoRA's. So only the flags of the layers are set, and not the
@@ -204,11 +204,23 @@ def checkpoint_body(model: Any, name: str) -> None:
             module.training = True
     after = hidden_states(model, batch)
     if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):  # a step refuses NaN
+        model.gradient_checkpointing_disable()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = False
         raise BadRequest(
             f"the model {name!r} ({type(model).__name__}) applies dropout in its layers while "
             "memory.gradient_checkpointing is on; expected a dropout of 0 in its config.json, or "
             "memory.gradient_checkpointing = false"
         )
+
+
+def set_recomputing(model: Any, is_on: bool) -> None:
+    """Turns the gradient checkpointing of a model for which `checkpoint_body` turned it on off, or
+    on again. Hidden states and gradients are the same, to the bit."""
+    for module in causal_lm(model).modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = is_on
 
 
 def _probe_batch(model: Any, layout: Layout) -> MicroBatch:

@@ -54,6 +54,7 @@ from services.trainer.zero.models import (
 )
 from services.trainer.zero.update import Call, Updater
 from shared.errors import BadRequest, Failed
+from shared.host.logs import get_logger
 from shared.job import Job
 from shared.plan.memory import Ranks
 from shared.plan.model import UnknownModelSize, of_config
@@ -110,12 +111,13 @@ def assemble(job: Job, device: torch.device) -> EngineParts:
     check_head(model, job.model)
     check_head_calls(job, model)
     layout, without = check_agreement(choose_layout(model, job.model, job.memory))
-    if job.memory.gradient_checkpointing:
-        checkpoint_body(model, job.model)
+    can_recompute = may_recompute(model, job)
     reference = start_reference(job, policy, wrapped, dtype, device)
     seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
     copies = HostCopies(pinned=device.type == "cuda" and not job.memory.offload_optimizer)
-    updater = Updater(job, engine, policy, reference, copies, layout, device, planned)
+    updater = Updater(
+        job, engine, policy, reference, copies, layout, device, planned, can_recompute
+    )
     return EngineParts(
         model=model,
         wrapped=wrapped,
@@ -127,6 +129,22 @@ def assemble(job: Job, device: torch.device) -> EngineParts:
         num_trainable=num_trainable,
         weights_bytes=weights_bytes,
     )
+
+
+def may_recompute(model: Any, job: Job) -> bool:
+    """Turns gradient checkpointing on unless the job's is off, and returns whether it is. Raises
+    BadRequest if the job asks for it and the model cannot."""
+    asked = job.memory.gradient_checkpointing
+    if not asked:
+        return False
+    try:
+        checkpoint_body(model, job.model)
+    except BadRequest as error:
+        if asked != "auto":
+            raise
+        get_logger().warning("no gradient checkpointing", reason=error.detail)
+        return False
+    return True
 
 
 def check_head_calls(job: Job, model: Any) -> None:

@@ -12,8 +12,11 @@ import torch
 
 from shared.errors import BadRequest
 from shared.job import Job, LoraSpec
+from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import (
     GIB,
+    TRAINERS_SHARE,
+    USABLE,
     RankMemory,
     Ranks,
     SamplerShape,
@@ -60,6 +63,14 @@ def usage(device: torch.device) -> str:
         f"of {gib(host['MemTotal'])} of this host, {gib(host['MemAvailable'])} are free; this rank "
         f"takes {gib(process['VmRSS'])}"
     )
+
+
+def room_bytes(device: torch.device, num_ranks: int) -> float:
+    """Returns the memory that this rank may fill to save time."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return USABLE * (free + torch.cuda.memory_reserved(device))
+    return TRAINERS_SHARE * host_memory_bytes() / num_ranks
 
 
 def half_budget(shape: tuple[int, int] | None, budget_tokens: int) -> int | None:

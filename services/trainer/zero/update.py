@@ -26,10 +26,11 @@ the pass that trains, dropout included, and is exactly 1.
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
 random numbers become what they were, and the gradient is dropped. It is a function of the program's
 calls since its last optimizer step, which are kept: the next call or step computes them again.
-After running out of memory in a micro-batch of several sequences, the step or call is repeated with
-half as many tokens in each, and so from then on. One rank of several that runs out of memory leaves
-the others waiting in a collective and cannot do so; it says so and ends, and the ranks that come
-after it begin with half as many.
+After running out of memory in a micro-batch the step or call is repeated with gradient
+checkpointing where the job leaves that open, or else with half as many tokens in each, and so from
+then on. One rank of several that runs out of memory leaves the others waiting in a collective and
+cannot do so; it says so and ends, and the ranks that come after it begin with half as many, and
+with gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from services.trainer.learning.correction import OF_CALLS, Preferences, loss_inp
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.loss import Spec, kl_weight, total_loss
 from services.trainer.learning.metrics import StepMetrics
+from services.trainer.learning.model_checks import set_recomputing
 from services.trainer.learning.policy import Policy, Reference
 from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
@@ -71,6 +73,7 @@ from services.trainer.zero.memory import (
     half_budget,
     is_out_of_memory,
     knobs,
+    room_bytes,
     usage,
 )
 from shared.errors import Failed
@@ -126,7 +129,8 @@ R = TypeVar("R")
 
 
 class BatchOutOfMemory(Exception):
-    """A micro-batch did not fit into memory, all is as it was, and half its tokens might fit."""
+    """A micro-batch did not fit into memory, all is as it was, and a micro-batch of `budget` tokens
+    might fit, with gradient checkpointing."""
 
     def __init__(self, error: Failed, budget: int) -> None:
         super().__init__(error)
@@ -163,11 +167,14 @@ class Updater:
     layout: Layout
     device: torch.device
     planned: MemoryPlan | None = None
+    can_recompute: bool = False
     calls: list[Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._correction = resolve(self.job.correction, self.job.max_staleness)
         self._is_dropped = True  # the gradient of `calls` is not in `zero`
+        self._set_recomputing(self.can_recompute)
+        self._is_short = False  # memory has run out
 
     @property
     def has_dropout(self) -> bool:
@@ -226,21 +233,23 @@ class Updater:
         return self.calls
 
     def _fitting(self, act: Callable[[], R]) -> R:
-        """Returns what `act` does, in micro-batches of half as many tokens where it did not fit."""
+        """Returns what `act` does, where it did not fit with gradient checkpointing, or else in
+        micro-batches of half as many tokens."""
         while True:
             try:
                 return act()
             except BatchOutOfMemory as too_large:
                 get_logger().warning(
-                    "out of memory: it is made again in smaller micro-batches",
+                    "out of memory: it is made again, with gradient checkpointing or in smaller "
+                    "micro-batches",
                     before=self.job.memory.micro_batch_tokens,
                     micro_batch_tokens=too_large.budget,
                     reason=too_large.error.detail,
                 )
-                memory = {"micro_batch_tokens": too_large.budget}
-                self.job = self.job.model_copy(
-                    update={"memory": self.job.memory.model_copy(update=memory)}
-                )
+                memory = self.job.memory.lowered(too_large.budget)
+                self.job = self.job.model_copy(update={"memory": memory})
+                self._set_recomputing(self.can_recompute)
+                self._is_short = True
 
     @torch.no_grad()
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
@@ -275,17 +284,37 @@ class Updater:
             layout=self.layout,
         )
 
-    def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
-        """Has activations given back as soon as they are freed where memory might be short, and
-        kept for the next pass elsewhere."""
-        if self.device.type != "cpu" or self.planned is None:
-            return
+    def _set_recomputing(self, is_on: bool) -> None:
+        """Decides whether layers are computed again in the backward pass until this is decided
+        anew. `_used` is the job with that decision."""
+        if self.can_recompute:
+            set_recomputing(self.policy.model, is_on)
+        memory = self.job.memory.recomputing(is_on)
+        self._used = self.job.model_copy(update={"memory": memory})
+
+    def _fit(self, minibatches: list[Minibatch]) -> None:
+        """Decides for these minibatches, where the job leaves it open, whether layers are computed
+        again in the backward pass: only if the plan without exceeds the memory. Has a CPU's
+        activations given back as soon as they are freed where memory might be short, and kept for
+        the next pass elsewhere."""
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
-        if is_worth_giving_back(
-            self.planned.pass_bytes(self.job, tokens),
-            self.planned.peak_bytes(self.job, tokens) * dist.get_world_size(),
+        num_ranks = dist.get_world_size()
+        if self.can_recompute and self.job.memory.gradient_checkpointing == "auto":
+            self._set_recomputing(False)
+            room = room_bytes(self.device, num_ranks)
+            fits = self.planned and self.planned.peak_bytes(self._used, tokens) <= room
+            # At ZeRO-3 all ranks gather the weights of the same layers together.
+            least = torch.tensor(float(bool(fits)), device=self.device)
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            self._set_recomputing(not least.item())
+        if self.device.type != "cpu" or self.planned is None:
+            return
+        if self._is_short or is_worth_giving_back(
+            self.planned.pass_bytes(self._used, tokens),
+            self.planned.peak_bytes(self._used, tokens) * num_ranks,
             host_memory_bytes(),
+            recomputes=bool(self._used.memory.gradient_checkpointing),
         ):
             host_memory.give_back_large_blocks()
         else:
@@ -302,7 +331,7 @@ class Updater:
         training = self.job.training.supervised if supervised else self.job.training
         self.policy.temperature = 1.0 if supervised else self.job.temperature
         minibatches = self._planned_batches(examples, totals, training.minibatches)
-        self._spare_host_memory(minibatches)
+        self._fit(minibatches)
         progress = Progress(num_updates=training.epochs * len(minibatches))
         num_tokens = sum(map(num_sampled, examples))
         metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
@@ -383,7 +412,7 @@ class Updater:
         num_tokens = sum(map(num_sampled, call.examples))
         metrics = StepMetrics(self.device, call.loss, OF_CALLS, num_tokens=num_tokens)
         (minibatch,) = self._planned_batches(call.examples, None, num_minibatches=1)
-        self._spare_host_memory([minibatch])
+        self._fit([minibatch])
         self._add(minibatch, call.loss, metrics, progress, last=False)
         return metrics
 
@@ -518,8 +547,9 @@ class Updater:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        turn = knobs(self.job, num_ranks, progress.shape, self.planned, device=self.device.type)
-        planned = f"{self.planned.sentence(self.job)}; " if self.planned else ""
+        job = self._used
+        turn = knobs(job, num_ranks, progress.shape, self.planned, device=self.device.type)
+        planned = f"{self.planned.sentence(job)}; " if self.planned else ""
         state = (
             "the weights and the optimizer are as they were"
             if kept
@@ -529,11 +559,15 @@ class Updater:
             f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
             f"of: {turn}"
         )
-        half = progress.half(self.job.memory.micro_batch_tokens)
+        tokens = job.memory.micro_batch_tokens
+        budget = progress.half(tokens)
+        turns_on = self.can_recompute and not job.memory.gradient_checkpointing
+        if turns_on and not progress.stepping:
+            budget = tokens if kept else budget or max(1, tokens // 2)
         if not kept:
-            return OutOfMemory(sentence, half)
+            return OutOfMemory(sentence, budget)
         failed = Failed(sentence, code="out_of_memory")
-        return BatchOutOfMemory(failed, half) if half else failed
+        return BatchOutOfMemory(failed, budget) if budget else failed
 
 
 def refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def test_how_long_all_steps_take_is_in_words(hours: float, told: str) -> None:
 
 def test_a_plan_says_what_is_needed_and_what_there_is(job_file: Path) -> None:
     shown = run(job_file, "--gpus", "2xA100-80GB")
-    assert re.search(r"trainer, each GPU: needs [\d.]+ GiB and has [\d.]+\n", shown), shown
+    assert re.search(r"trainer, each GPU: needs [\d.]+ GiB and has [\d.]+, with", shown), shown
     assert re.search(r"sampler, each GPU: needs at least [\d.]+ GiB and has [\d.]+\n", shown)
     assert re.search(r"a step takes about .* s \(sampling .*; from data sheets\)\n", shown)
     assert "the trainer has 1 rank and 1 sampler, each on GPUs of its own" in shown

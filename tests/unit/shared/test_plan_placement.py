@@ -195,6 +195,22 @@ def test_the_cheapest_change_is_named_first() -> None:
     assert changes(plan) == {"memory.gradient_checkpointing": "true"}
 
 
+def test_layers_are_computed_again_only_where_a_step_would_not_fit_without() -> None:
+    # Without, 24 layers of 57,344 bytes for 16,384 tokens are 22 GiB beside 12 GiB of the rest,
+    # which an A100 of 40 GB holds while the sampler sleeps, and an A10G of 22 GiB does not.
+    small, large = (planned("Qwen2.5-0.5B", gpus) for gpus in ("1xA10G-24GB", "1xA100-40GB"))
+    assert (small.fits, small.placement.recomputes) == (True, True)
+    assert (large.fits, large.placement.recomputes) == (True, False)
+    off, on = (
+        planned("Qwen2.5-0.5B", "1xA100-40GB", job(memory={"gradient_checkpointing": wanted}))
+        for wanted in (False, True)
+    )
+    assert large.placement == off.placement
+    assert (
+        on.placement.recomputes and on.placement.trainer.peak_gib < off.placement.trainer.peak_gib
+    )
+
+
 def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> None:
     plan = planned("Llama-3.1-8B", "1xH100,1xA10G", job(lora={"rank": 16}))
     # 15 GiB of weights leave no room on 0.85 x 22 for 131,072 tokens of 128 KiB

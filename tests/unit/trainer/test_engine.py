@@ -525,6 +525,44 @@ def test_a_rank_that_runs_out_of_memory_trains_on_in_smaller_micro_batches(
     assert after == plain
 
 
+def recomputed_layers(job: Job, examples, room_bytes: float, fails: bool = False) -> list[bool]:
+    """For each update of three, whether layers were computed again, where a rank may take so much
+    memory. `fails`: the second one runs out of memory once."""
+    import torch
+
+    from services.trainer.zero import update
+
+    update.room_bytes = lambda *_: room_bytes
+    engine = an_engine(job)
+    updater, found, tries = engine._parts.updater, [], []
+    pass_through, model = updater.zero.module.forward, engine._parts.model
+
+    def forward(*given):
+        tries.append(model.is_gradient_checkpointing)
+        if fails and len(found) == 1 and not tries[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return pass_through(*given)
+
+    updater.zero.module.forward = forward
+    for _ in range(3):
+        engine.update(examples, 1e-2)
+        found.append(tries[-1])
+    assert updater.job.memory.micro_batch_tokens == job.memory.micro_batch_tokens
+    engine.close()
+    return found
+
+
+def test_layers_are_computed_again_where_the_plan_or_memory_says_so(rank, model, examples):
+    job = a_job(model, memory=memory(2, gradient_checkpointing="auto"))
+    assert rank.call(recomputed_layers, job, examples, 1e12) == [False] * 3
+    assert rank.call(recomputed_layers, job, examples, 1e6) == [True] * 3
+    assert rank.call(recomputed_layers, job, examples, 1e12, True) == [False, True, True]
+    never = a_job(model, memory=memory(2, gradient_checkpointing=False))
+    assert rank.call(recomputed_layers, never, examples, 1e6) == [False] * 3
+    always = a_job(model, memory=memory(2, gradient_checkpointing=True))
+    assert rank.call(recomputed_layers, always, examples, 1e12) == [True] * 3
+
+
 def train_dated(job: Job, examples, version: int) -> tuple[str, dict[str, float]]:
     """What an update of weights two versions too new for the job raised, and the metrics of
     one."""

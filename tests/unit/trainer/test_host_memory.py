@@ -85,8 +85,15 @@ def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
     more = planned.peak_bytes(lora, 2000) - planned.peak_bytes(lora, 1000)
     assert more == pytest.approx(251_904_000, abs=2**21), "of the tokens that there are"
     gib = 2**30
-    assert is_worth_giving_back(251_904_000, 4 * gib, 19 * gib)
-    assert not is_worth_giving_back(251_904_000, 4 * gib, 20 * gib), "2.5 x 4 are half of it"
-    assert not is_worth_giving_back(500 * 251_904, 4 * gib, 8 * gib)
-    assert is_worth_giving_back(128 * 2**20, 4 * gib, 8 * gib)
+
+    def given_back(pass_bytes: int, planned_gib: float, room_gib: float, recomputes: bool) -> bool:
+        planned_bytes, room_bytes = planned_gib * gib, room_gib * gib
+        return is_worth_giving_back(pass_bytes, planned_bytes, room_bytes, recomputes=recomputes)
+
+    assert given_back(251_904_000, 4, 19, True)
+    assert not given_back(251_904_000, 4, 20, True), "2.5 x 4 are half of it"
+    assert given_back(251_904_000, 4, 11, False)
+    assert not given_back(251_904_000, 4, 12, False), "1.5 x 4 are half of it"
+    assert not given_back(500 * 251_904, 4, 8, True)
+    assert given_back(128 * 2**20, 4, 8, True)
     assert planned.pass_bytes(lora, 10) == 8 * 10 * 151_936 + 10 * (86_016 + 10_752)

@@ -12,7 +12,12 @@ from torch import nn
 
 from services.trainer.learning import policy as policy_module
 from services.trainer.learning.batch import collate
-from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
+from services.trainer.learning.model_checks import (
+    check_head,
+    checkpoint_body,
+    choose_layout,
+    set_recomputing,
+)
 from services.trainer.learning.policy import Policy
 from shared.errors import BadRequest
 from shared.job.running import MemorySpec
@@ -260,6 +265,14 @@ def test_recomputing_the_layers_changes_no_bit_and_wakes_no_dropout():
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert len(calls) == 4  # two layers, each again in the backward pass
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    for is_on, num_calls in ((False, 2), (True, 4)):
+        calls.clear()
+        set_recomputing(recomputing, is_on)
+        recomputing.zero_grad()
+        Policy(recomputing, 1.0)(collate(make_examples()))[0].sum().backward()
+        assert len(calls) == num_calls
+        again = [parameter.grad for parameter in recomputing.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], again, strict=True))
 
 
 def test_a_model_whose_layers_drop_out_cannot_recompute_them():
@@ -267,6 +280,8 @@ def test_a_model_whose_layers_drop_out_cannot_recompute_them():
     with pytest.raises(
         BadRequest, match=r"the model 'opt' \(OPTForCausalLM\) applies dropout in its layers"
     ):
-        checkpoint_body(make_model(config), "opt")
+        checkpoint_body(model := make_model(config), "opt")
+    assert not model.is_gradient_checkpointing
+    assert not any(module.training for module in model.modules())
     config.dropout = 0.0
     checkpoint_body(make_model(config), "opt")
