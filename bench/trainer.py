@@ -154,7 +154,10 @@ def measure_real(repeats: int) -> int:
             runs[side].append(run(*sides[side], limit_s=LIMIT_S))
         name = f"{' x '.join(map(str, sizes))}, {dtype}"
         rates = {side: [one["num_tokens"] / one["train_s"] for one in runs[side]] for side in runs}
-        plain = [max(pair) for pair in zip(*(rates[side] for side in sides if side != "hone"))]
+        plain = [
+            max(pair)
+            for pair in zip(*(rates[side] for side in sides if side != "hone"), strict=True)
+        ]
         of_plain = ratios(rates["hone"], plain)
         figures.append(
             repeated(f"{name}: tokens per second, Hone to plain", of_plain, "x", MIN_OF_PLAIN)
