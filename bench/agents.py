@@ -193,16 +193,16 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
             if repeat:  # the first requests of an engine are slow
                 found["next, cached"].append(cached_s)
                 found["next, anew"].append(anew_s)
-                found["play_groups"].append(1e6 * seconds / num_tokens)
+                found["played"].append(1e6 * seconds / num_tokens)
                 found["sampling alone"].append(1e6 * alone_s / num_again)
                 found["tokens"].append(num_tokens / seconds)
     finally:
         await services.close()
-    times = ratios(found["play_groups"], found["sampling alone"])
+    times = ratios(found["played"], found["sampling alone"])
     anew_to_cached = ratios(found["next, anew"], found["next, cached"])
     return [
         repeated("64 conversations to their sampling alone", times, "x", MOST_RATIO, "max"),
-        repeated("played", found["play_groups"], "us/token"),
+        repeated("played", found["played"], "us/token"),
         repeated("sampling alone, all in cache", found["sampling alone"], "us/token"),
         repeated("tokens per second, played", found["tokens"], "/s"),
         repeated("next token of all, from the cache", found["next, cached"], "s"),
