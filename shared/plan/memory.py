@@ -321,6 +321,13 @@ def is_moved(memory: MemorySpec, itemsize: int) -> bool:
     return not memory.offload_optimizer and (stage == 2 or (stage == 1 and itemsize == 4))
 
 
+def room_on_cpu(host_bytes: float) -> float:
+    """Returns the planned memory of all ranks together up to which a step needs no gradient
+    checkpointing: with freed blocks kept. Without either, giving blocks back would take as long as
+    computing the layers again."""
+    return TRAINERS_SHARE * host_bytes / HEAP_FACTORS[False]
+
+
 def is_worth_giving_back(
     pass_bytes: int, planned_bytes: float, room_bytes: float, *, recomputes: bool
 ) -> bool:

@@ -30,11 +30,11 @@ from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup
 from shared.plan.memory import (
     GIB,
-    TRAINERS_SHARE,
     USABLE,
     RankMemory,
     Ranks,
     SamplerShape,
+    room_on_cpu,
     sampler_memory,
     trainer_memory,
 )
@@ -128,7 +128,7 @@ class Candidate:
         without = self._recomputing(False)
         room, ranks = self.trainer_room, self.ranks
         if ranks.host_bytes is not None:
-            room = min(room, TRAINERS_SHARE * ranks.host_bytes / GIB / ranks.num)
+            room = min(room, room_on_cpu(ranks.host_bytes) / GIB / ranks.num)
         return without if self._memory(without).peak_gib <= room else self._recomputing(True)
 
     @cached_property

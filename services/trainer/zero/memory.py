@@ -15,11 +15,11 @@ from shared.job import Job, LoraSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import (
     GIB,
-    TRAINERS_SHARE,
     USABLE,
     RankMemory,
     Ranks,
     SamplerShape,
+    room_on_cpu,
     sampler_memory,
     trainer_memory,
 )
@@ -66,11 +66,12 @@ def usage(device: torch.device) -> str:
 
 
 def room_bytes(device: torch.device, num_ranks: int) -> float:
-    """Returns the memory that this rank may fill to save time."""
+    """Returns the planned memory up to which a step of this rank needs no gradient
+    checkpointing."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return USABLE * (free + torch.cuda.memory_reserved(device))
-    return TRAINERS_SHARE * host_memory_bytes() / num_ranks
+    return room_on_cpu(host_memory_bytes()) / num_ranks
 
 
 def half_budget(shape: tuple[int, int] | None, budget_tokens: int) -> int | None:
