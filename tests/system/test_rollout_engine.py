@@ -652,14 +652,15 @@ async def test_generate_continues_the_tokens_of_all_turns_so_far(
     before = await cached_tokens(service)
     second = await generate(client, prompt_token_ids=turns, sampling=Sampling(max_tokens=8))
     assert second.prompt_token_ids.data == TokenIds(turns).data
-    assert await cached_tokens(service) - before == 128, "vLLM's block on a CPU"
+    # 199 of 200 tokens were computed, of which vLLM shares whole blocks of 32.
+    assert await cached_tokens(service) - before == 192
     assert_sampled_by(service.models / "tied", second)
 
 
 async def test_a_prompt_is_prefilled_once_for_its_group_and_what_is_few_shot_for_all(
     service: Running, client: Client
 ) -> None:
-    # 180 tokens, of which vLLM shares whole blocks, 128 tokens on a CPU.
+    # 180 tokens, of which vLLM shares whole blocks of 32; 140 of them are in both prompts.
     few_shot = tuple(3 + i * 7 % 61 for i in range(140))
     one, other = ((*few_shot, *(3 + (i + of) % 61 for i in range(40))) for of in (0, 20))
 
@@ -669,11 +670,12 @@ async def test_a_prompt_is_prefilled_once_for_its_group_and_what_is_few_shot_for
         await asyncio.gather(*asked)
         return await cached_tokens(service) - before
 
-    assert await cached_by(one, one, one, one) == 3 * 128, "all but the first, though all at once"
-    assert [await cached_by(one) for _ in range(2)] == [128, 128], "one that comes apart"
-    assert await cached_by(other, other) == 2 * 128, "another question after the same examples"
+    assert await cached_by(one, one, one, one) == 3 * 160, "all but the first, though all at once"
+    assert [await cached_by(one) for _ in range(2)] == [160, 160], "one that comes apart"
+    assert await cached_by(other, other) == 128 + 160, "another question after the same examples"
     # Of rollouts that one request asks for, vLLM tells what the last to end had.
-    assert await cached_by(tuple(reversed(one)), n=4) == 128
+    assert await cached_by(tuple(reversed(one)), n=4) == 160
+    assert await cached_by(tuple(reversed(other))[:37], n=4) == 32, "a short prompt"
 
 
 async def test_the_openai_client_completes_streams_and_counts(service: Running) -> None:
@@ -788,7 +790,8 @@ async def test_a_conversation_may_go_on_from_what_older_weights_cached(
 
     kept = known.model_copy(update={"version": 1})
     group = await generate(client, **asked, prompt=messages, known=kept)
-    assert await cached_tokens(service) - before == 128, "vLLM's block on a CPU"
+    computed = len(known.token_ids) - 1
+    assert await cached_tokens(service) - before == computed // 32 * 32 >= 128
     assert group.prompt_token_ids.data == anew.prompt_token_ids.data
     (rollout,) = group.rollouts
     assert rollout.versions == (2,)

@@ -34,6 +34,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CPU_SEQUENCES = 256
 """The most completions at once on a CPU, without a setting."""
 
+CPU_BLOCK = 32
+"""Tokens of a block of the cache on a CPU, the fewest for which vLLM's kernels are fast. Prompts
+share whole blocks, and by vLLM's default there, 128, a shorter prompt would be computed again for
+each completion of its group."""
+
 LORA_RANKS = sorted(get_args(MaxLoRARanks))
 """The ranks of adapters that vLLM can be started for."""
 
@@ -90,6 +95,7 @@ def engine_args(
         # After each part of a prompt vLLM undoes the draw of a random number. The generators of
         # seeded requests cannot do that on a CPU, and the engine would die.
         args.enable_chunked_prefill = False
+        args.block_size = CPU_BLOCK
         args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
     else:
         check_devices(settings.tensor_parallel_size, torch.cuda.device_count())
