@@ -132,7 +132,7 @@ def torchrun_command(num_ranks: int, life: Path) -> list[str]:
             "store_type=file",
         ),
         *("--log-dir", str(life / "logs")),
-        *("--local-addr", "127.0.0.1", "--shutdown-timeout", str(STOP_S)),
+        *("--local-addr", "127.0.0.1"),
         *("--module", "services.trainer.processes.ranks", str(life)),
     ]
 
@@ -147,6 +147,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     # A thread that has nothing to do leaves its core to the sampler, instead of spinning.
     idle_threads = {"OMP_WAIT_POLICY": "PASSIVE"}
+    # torch 2.11 waits for 30 s, and its torchrun refuses the option of later ones.
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_S)}
     return (
         socket_interfaces(settings)
         | allocator
@@ -155,6 +157,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         | os.environ
         | nvidia.compilers()
         | no_store_server
+        | patience
         | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     )
 
