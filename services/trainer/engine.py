@@ -34,14 +34,28 @@ class Update:
     entropies: Logprobs = field(default_factory=Logprobs)
 
 
+@dataclass(frozen=True)
+class PassBudget:
+    """What might fit after memory ran out: a micro-batch of so many `tokens`; with gradient
+    checkpointing if it `recomputes`."""
+
+    tokens: int
+    recomputes: bool = False
+
+    def applied(self, job: Job) -> Job:
+        """Returns the job with the budget."""
+        memory = job.memory.recomputing(True) if self.recomputes else job.memory
+        memory = memory.model_copy(update={"micro_batch_tokens": self.tokens})
+        return job.model_copy(update={"memory": memory})
+
+
 class OutOfMemory(RuntimeError):
     """This rank ran out of memory and cannot continue automatically; the message says how to avoid
-    that. `micro_batch_tokens`: a micro-batch of so many tokens might fit; None if fewer would not
-    help."""
+    that. `budget`: what might fit; None if less would not help."""
 
-    def __init__(self, message: str, micro_batch_tokens: int | None = None) -> None:
+    def __init__(self, message: str, budget: PassBudget | None = None) -> None:
         super().__init__(message)
-        self.micro_batch_tokens = micro_batch_tokens
+        self.budget = budget
 
 
 class Engine(Protocol):
@@ -253,7 +267,7 @@ def as_hone_error(error: BaseException, what: str, rank: int) -> HoneError:
         return error
     if isinstance(error, OutOfMemory):
         sentence = f"{what} failed on rank {rank}: {error}"
-        if error.micro_batch_tokens:
+        if error.budget:
             return Unavailable(sentence)
         return Failed(sentence, code="out_of_memory")
     return Failed(f"{what} failed on rank {rank}: {type(error).__name__}: {error}")

@@ -21,7 +21,7 @@ from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import ResumePoint, newest_step, newest_undamaged
 from services.trainer.disk.folders import sweep
 from services.trainer.disk.weights import Publisher, volume_dir
-from services.trainer.engine import Engine, OutOfMemory, Ranks, SaveAll, Update
+from services.trainer.engine import Engine, OutOfMemory, PassBudget, Ranks, SaveAll, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.loaded import LoadedJob, RunsVolume, Turns, learning_rate, save_checkpoint
 from services.trainer.processes.launcher import RestartHistory
@@ -60,10 +60,10 @@ class Seams:
     first whether it can, before memory is freed for it; `fingerprint` tells one model from another.
 
     `writing` is entered while a checkpoint is written, and refuses to be if the trainer stops.
-    `remember_job` keeps the loaded job for restarted ranks. `remember_budget` keeps for them how
-    many tokens of a micro-batch fit into memory; `budget` returns this number, and at most the
-    job's `micro_batch_tokens`. `device_fault` says why this rank's device cannot be used any more;
-    None: it works. `gpu` is the UUID of the GPU that this rank computes on; None: a CPU.
+    `remember_job` keeps the loaded job for restarted ranks. `remember_budget` keeps for them what
+    of a micro-batch fits into memory, and `budget` returns it, or what the job says.
+    `device_fault` says why this rank's device cannot be used any more; None: it works. `gpu` is the
+    UUID of the GPU that this rank computes on; None: a CPU.
     """
 
     check_job: Callable[[Job], None]
@@ -71,8 +71,8 @@ class Seams:
     fingerprint: Callable[[Job], str]
     writing: Callable[[], AbstractContextManager[None]]
     remember_job: Callable[[TrainerJob | None], None]
-    remember_budget: Callable[[TrainerJob, int], None]
-    budget: Callable[[TrainerJob], int]
+    remember_budget: Callable[[TrainerJob, PassBudget], None]
+    budget: Callable[[TrainerJob], PassBudget]
     device_fault: Callable[[], str | None]
     gpu: str | None = None
 
@@ -421,11 +421,9 @@ class Trainer:
 
     def _fitting(self, request: TrainerJob) -> Job:
         """Returns the job with the smallest budget of a micro-batch among the ranks."""
-        tokens = min(self._ranks.on_all_ranks(lambda: self._seams.budget(request)))
-        memory = request.job.memory
-        if tokens < memory.micro_batch_tokens:
-            memory = memory.lowered(tokens)
-        return request.job.model_copy(update={"memory": memory})
+        budgets = self._ranks.on_all_ranks(lambda: self._seams.budget(request))
+        tokens = min(budget.tokens for budget in budgets)
+        return PassBudget(tokens, any(budget.recomputes for budget in budgets)).applied(request.job)
 
     def _resumed(self, request: TrainerJob, model: str, found: ResumePoint) -> LoadedJob:
         """Returns the job at its checkpoint, or at its start if there is none."""
@@ -456,8 +454,8 @@ class Trainer:
         except HoneError:
             raise
         except BaseException as error:  # undone and raised again, whatever it was
-            if isinstance(error, OutOfMemory) and error.micro_batch_tokens:
-                self._seams.remember_budget(loaded.request, error.micro_batch_tokens)
+            if isinstance(error, OutOfMemory) and error.budget:
+                self._seams.remember_budget(loaded.request, error.budget)
             # An update that died on the way leaves half-filled gradient buckets: nothing can be
             # trained on top of them. If it died of another rank's death, the next life loads the
             # job again: it is not forgotten.

@@ -73,11 +73,6 @@ class MemorySpec(Section):
             return self
         return self.model_copy(update={"gradient_checkpointing": is_on})
 
-    def lowered(self, micro_batch_tokens: int) -> MemorySpec:
-        """Returns the settings to continue with after memory ran out."""
-        update = {"micro_batch_tokens": micro_batch_tokens}
-        return self.recomputing(True).model_copy(update=update)
-
 
 class EvaluatedModel(Section):
     """A model that a job of 0 steps evaluates."""

@@ -159,7 +159,7 @@ class RankMemory:
         if model.has_head_norms:  # of queries and keys, as in Qwen3
             kept += (size + 4) * heads
         if self.ranks.device == "cpu" and self.is_low:
-            # attention in float32, which processors without products of bfloat16 need
+            # attention is in float32
             kept += (6 * model.heads + 4 * model.kv_heads) * model.head_size
         if lora is not None and lora.dropout:
             # each adapter has an input of its own and a mask, in place of what several share

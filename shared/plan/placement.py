@@ -129,19 +129,19 @@ class Candidate:
         room, ranks = self.trainer_room, self.ranks
         if ranks.host_bytes is not None:
             room = min(room, room_on_cpu(ranks.host_bytes) / GIB / ranks.num)
-        return without if self._memory(without).peak_gib <= room else self._recomputing(True)
+        peak_gib = self._memory(without, replace(ranks, host_bytes=None)).peak_gib
+        return without if peak_gib <= room else self._recomputing(True)
 
     @cached_property
     def trainer_memory(self) -> TrainerMemory:
-        return self._memory(self.trained)
+        return self._memory(self.trained, self.ranks)
 
     def _recomputing(self, is_on: bool) -> PlanInput:
         job = self.needs.job
         memory = job.memory.recomputing(is_on)
         return replace(self.needs, job=job.model_copy(update={"memory": memory}))
 
-    def _memory(self, needs: PlanInput) -> TrainerMemory:
-        ranks = self.ranks
+    def _memory(self, needs: PlanInput, ranks: Ranks) -> TrainerMemory:
         step_tokens = needs.rank_tokens(ranks.num)
         return trainer_memory(needs.model, needs.job, ranks, needs.longest, step_tokens)
 

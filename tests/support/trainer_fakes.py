@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.trainer.engine import Ranks, Update
+from services.trainer.engine import PassBudget, Ranks, Update
 from services.trainer.processes.launcher import RestartHistory
 from services.trainer.trainer import Seams, Trainer
 from shared.errors import BadRequest, Unavailable
@@ -170,7 +170,7 @@ class Engines(list[FakeEngine]):
     rank: int = 0
     model: str = "tiny's"
     remembered: TrainerJob | None = None
-    budget: int = 1 << 20
+    budget: PassBudget | None = None
     fault: str | None = None
     stops: bool = False
 
@@ -187,11 +187,11 @@ class Engines(list[FakeEngine]):
     def remember(self, request: TrainerJob | None) -> None:
         self.remembered = request
 
-    def remember_budget(self, _request: TrainerJob, tokens: int) -> None:
-        self.budget = tokens
+    def remember_budget(self, _request: TrainerJob, budget: PassBudget) -> None:
+        self.budget = budget
 
-    def budget_of(self, request: TrainerJob) -> int:
-        return min(self.budget, request.job.memory.micro_batch_tokens)
+    def budget_of(self, request: TrainerJob) -> PassBudget:
+        return self.budget or PassBudget(request.job.memory.micro_batch_tokens)
 
 
 @dataclass

@@ -24,7 +24,7 @@ LINES = {
     "services/orchestrator/store": 3_150,
     "services/reward": 15_130,
     "services/rollout": 5_810,
-    "services/trainer": 10_290,
+    "services/trainer": 10_350,
     "bench": 4_010,
     "deploy": 4_670,
 }

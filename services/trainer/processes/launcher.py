@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from services.trainer.engine import PassBudget
 from shared.errors import BadRequest, Unavailable
 from shared.host import nvidia
 from shared.host.logs import get_logger
@@ -236,7 +237,7 @@ class LaunchFolder:
     """State that outlives the ranks, so that new ranks continue. It is removed with the launcher.
 
     job              the loaded job's body, which new ranks load again by themselves
-    budget.json      how many tokens of a micro-batch fit into memory, after more did not
+    budget.json      what of a micro-batch fits into memory, after more did not
     failure          why the ranks ended, by the first of them that knows
     past.json        how often ranks were started again, and after what
     writing          locked by each rank while a checkpoint is written, by the launcher once it
@@ -271,19 +272,21 @@ class LaunchFolder:
         except FileNotFoundError:
             return None
 
-    def remember_budget(self, request: TrainerJob, tokens: int) -> None:
-        """Keeps `tokens` as the size of micro-batches that may fit, because the job's own did
-        not."""
-        _replace(self.path / "budget.json", json.dumps([*_budget_key(request), tokens]).encode())
+    def remember_budget(self, request: TrainerJob, budget: PassBudget) -> None:
+        """Keeps what may fit of a micro-batch, because the job's own did not."""
+        kept = [*_budget_key(request), budget.tokens, budget.recomputes]
+        _replace(self.path / "budget.json", json.dumps(kept).encode())
 
-    def budget(self, request: TrainerJob) -> int:
-        """Returns the kept size for exactly this job, or the job's own."""
-        asked = request.job.memory.micro_batch_tokens
+    def budget(self, request: TrainerJob) -> PassBudget:
+        """Returns what was kept for exactly this job, or the job's own."""
+        asked = PassBudget(request.job.memory.micro_batch_tokens)
         try:
-            *key, tokens = json.loads((self.path / "budget.json").read_bytes())
+            *key, tokens, recomputes = json.loads((self.path / "budget.json").read_bytes())
         except FileNotFoundError:
             return asked
-        return min(asked, int(tokens)) if key == _budget_key(request) else asked
+        if key != _budget_key(request):
+            return asked
+        return PassBudget(min(asked.tokens, int(tokens)), bool(recomputes))
 
     def remember_failure(self, sentence: str) -> None:
         """Keeps why the ranks end, unless a reason is kept already: the first one knows best."""

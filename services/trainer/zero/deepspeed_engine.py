@@ -30,6 +30,7 @@ from services.trainer.learning.model_checks import (
     check_head,
     checkpoint_body,
     choose_layout,
+    set_recomputing,
 )
 from services.trainer.learning.policy import (
     Policy,
@@ -111,7 +112,7 @@ def assemble(job: Job, device: torch.device) -> EngineParts:
     check_head(model, job.model)
     check_head_calls(job, model)
     layout, without = check_agreement(choose_layout(model, job.model, job.memory))
-    can_recompute = may_recompute(model, job)
+    can_recompute = start_recomputing(model, job)
     reference = start_reference(job, policy, wrapped, dtype, device)
     seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
     copies = HostCopies(pinned=device.type == "cuda" and not job.memory.offload_optimizer)
@@ -131,10 +132,11 @@ def assemble(job: Job, device: torch.device) -> EngineParts:
     )
 
 
-def may_recompute(model: Any, job: Job) -> bool:
-    """Turns gradient checkpointing on unless the job's is off, and returns whether it is. Raises
-    BadRequest if the job asks for it and the model cannot."""
-    asked = job.memory.gradient_checkpointing
+def start_recomputing(model: Any, job: Job) -> bool:
+    """Turns gradient checkpointing on unless the job's is off or, if that is "auto", a rank's model
+    cannot; returns whether it is on: a collective. Raises BadRequest if the job asks for it and the
+    model cannot."""
+    asked, why_not = job.memory.gradient_checkpointing, ""
     if not asked:
         return False
     try:
@@ -142,9 +144,15 @@ def may_recompute(model: Any, job: Job) -> bool:
     except BadRequest as error:
         if asked != "auto":
             raise
-        get_logger().warning("no gradient checkpointing", reason=error.detail)
-        return False
-    return True
+        why_not = error.detail.partition("; expected")[0]
+    reasons = [why_not] * dist.get_world_size()
+    if len(reasons) > 1:
+        dist.all_gather_object(reasons, why_not)
+    if not any(reasons):
+        return True
+    get_logger().warning("no gradient checkpointing", reason=next(filter(None, reasons)))
+    set_recomputing(model, False)
+    return False
 
 
 def check_head_calls(job: Job, model: Any) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -107,10 +108,20 @@ def give_back_large_blocks() -> bool:
     return True
 
 
+_ran_out = Event()
+"""Set once this process has run out of memory: its heap may have been the cause."""
+
+
 def keep_freed_blocks() -> bool:
     """Takes blocks of any size from the heap, in this process from now on, and returns nothing to
-    the system. Returns False if the C library has no such setting."""
-    return _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
+    the system. Returns False if the C library has no such setting, or after `run_out`."""
+    return not _ran_out.is_set() and _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
+
+
+def run_out() -> None:
+    """Gives large blocks back for the rest of this process."""
+    _ran_out.set()
+    give_back_large_blocks()
 
 
 def _set(settings: dict[int, int]) -> bool:

@@ -15,6 +15,7 @@ from shared.job import Job, LoraSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import (
     GIB,
+    TRAINER_OVERHEAD,
     USABLE,
     RankMemory,
     Ranks,
@@ -24,6 +25,7 @@ from shared.plan.memory import (
     trainer_memory,
 )
 from shared.plan.model import Model
+from shared.settings import load_settings
 from shared.wire import TrainerMemory
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
@@ -67,10 +69,15 @@ def usage(device: torch.device) -> str:
 
 def room_bytes(device: torch.device, num_ranks: int) -> float:
     """Returns the planned memory up to which a step of this rank needs no gradient
-    checkpointing."""
+    checkpointing. Of a GPU that a sampler has at the same time it is at most what that leaves."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return USABLE * (free + torch.cuda.memory_reserved(device))
+        free, total = torch.cuda.mem_get_info(device)
+        # CUDA's own memory is in the plan, and not in what is free.
+        own = free + torch.cuda.memory_reserved(device) + TRAINER_OVERHEAD["gpu"]
+        settings = load_settings()
+        shared = set(settings.rollout_devices) & set(settings.trainer_devices)
+        samplers = settings.gpu_memory_utilization if shared and not settings.colocate else 0.0
+        return min(USABLE * own, (USABLE - samplers) * total)
     return room_on_cpu(host_memory_bytes()) / num_ranks
 
 
@@ -101,7 +108,11 @@ class MemoryPlan:
         """Returns a rank's memory if its largest micro-batch has so many tokens, which may be far
         fewer than the job allows."""
         memory = job.memory.model_copy(update={"micro_batch_tokens": tokens})
-        return round(self.memory(job.model_copy(update={"memory": memory})).peak_gib * GIB)
+        sampling = job.sampling.model_copy(
+            update={"max_tokens": min(tokens, job.sampling.max_tokens)}
+        )
+        smaller = job.model_copy(update={"memory": memory, "sampling": sampling})
+        return round(self.memory(smaller).peak_gib * GIB)
 
     def sentence(self, job: Job) -> str:
         """Returns a rank's planned memory, part by part."""
@@ -123,8 +134,10 @@ def knobs(
     planned: MemoryPlan | None = None,
     *,
     device: str = "cuda",
+    may_recompute: bool = True,
 ) -> str:
     """Returns the settings that would save memory, the cheapest first, with the `planned` saving.
+    `may_recompute`: gradient checkpointing is one of them.
     Settings that save nothing are left out, unless none saves anything, as with a model of a few
     megabytes. `shape`: sequences and tokens, padding included, of the micro-batch that did not fit,
     if one did not. On the `device` "cpu" offloading to the host does not help."""
@@ -144,7 +157,7 @@ def knobs(
         turn_memory("micro_batch_tokens", half)
     if memory.chunk_tokens > 1:
         turn_memory("chunk_tokens", memory.chunk_tokens // 2)
-    if not memory.gradient_checkpointing:
+    if may_recompute and not memory.gradient_checkpointing:
         turn_memory("gradient_checkpointing", True)
     if num_ranks > 1 and memory.zero_stage < 3:
         turn_memory("zero_stage", max(2, memory.zero_stage + 1))

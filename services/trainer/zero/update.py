@@ -29,8 +29,7 @@ calls since its last optimizer step, which are kept: the next call or step compu
 After running out of memory in a micro-batch the step or call is repeated with gradient
 checkpointing where the job leaves that open, or else with half as many tokens in each, and so from
 then on. One rank of several that runs out of memory leaves the others waiting in a collective and
-cannot do so; it says so and ends, and the ranks that come after it begin with half as many, and
-with gradient checkpointing.
+cannot do so; it says so and ends, and the ranks that come after it begin so.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.engine import OutOfMemory, Update
+from services.trainer.engine import OutOfMemory, PassBudget, Update
 from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, dummy, plan
 from services.trainer.learning.correction import OF_CALLS, Preferences, loss_inputs, resolve
 from services.trainer.learning.examples import num_sampled
@@ -129,10 +128,9 @@ R = TypeVar("R")
 
 
 class BatchOutOfMemory(Exception):
-    """A micro-batch did not fit into memory, all is as it was, and a micro-batch of `budget` tokens
-    might fit, with gradient checkpointing."""
+    """A micro-batch did not fit into memory, all is as it was, and one within `budget` might."""
 
-    def __init__(self, error: Failed, budget: int) -> None:
+    def __init__(self, error: Failed, budget: PassBudget) -> None:
         super().__init__(error)
         self.error = error
         self.budget = budget
@@ -174,7 +172,6 @@ class Updater:
         self._correction = resolve(self.job.correction, self.job.max_staleness)
         self._is_dropped = True  # the gradient of `calls` is not in `zero`
         self._set_recomputing(self.can_recompute)
-        self._is_short = False  # memory has run out
 
     @property
     def has_dropout(self) -> bool:
@@ -243,13 +240,14 @@ class Updater:
                     "out of memory: it is made again, with gradient checkpointing or in smaller "
                     "micro-batches",
                     before=self.job.memory.micro_batch_tokens,
-                    micro_batch_tokens=too_large.budget,
+                    micro_batch_tokens=too_large.budget.tokens,
+                    gradient_checkpointing=too_large.budget.recomputes,
                     reason=too_large.error.detail,
                 )
-                memory = self.job.memory.lowered(too_large.budget)
-                self.job = self.job.model_copy(update={"memory": memory})
+                self.job = too_large.budget.applied(self.job)
                 self._set_recomputing(self.can_recompute)
-                self._is_short = True
+                if self.device.type == "cpu":
+                    host_memory.run_out()
 
     @torch.no_grad()
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
@@ -310,7 +308,7 @@ class Updater:
             self._set_recomputing(not least.item())
         if self.device.type != "cpu" or self.planned is None:
             return
-        if self._is_short or is_worth_giving_back(
+        if is_worth_giving_back(
             self.planned.pass_bytes(self._used, tokens),
             self.planned.peak_bytes(self._used, tokens) * num_ranks,
             host_memory_bytes(),
@@ -548,7 +546,14 @@ class Updater:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         job = self._used
-        turn = knobs(job, num_ranks, progress.shape, self.planned, device=self.device.type)
+        turn = knobs(
+            job,
+            num_ranks,
+            progress.shape,
+            self.planned,
+            device=self.device.type,
+            may_recompute=self.job.memory.gradient_checkpointing is False,
+        )
         planned = f"{self.planned.sentence(job)}; " if self.planned else ""
         state = (
             "the weights and the optimizer are as they were"
@@ -560,10 +565,10 @@ class Updater:
             f"of: {turn}"
         )
         tokens = job.memory.micro_batch_tokens
-        budget = progress.half(tokens)
-        turns_on = self.can_recompute and not job.memory.gradient_checkpointing
-        if turns_on and not progress.stepping:
-            budget = tokens if kept else budget or max(1, tokens // 2)
+        half, in_pass = progress.half(tokens), progress.shape and not progress.stepping
+        budget = PassBudget(half, self.can_recompute) if half else None
+        if in_pass and self.can_recompute and not job.memory.gradient_checkpointing:
+            budget = PassBudget(tokens, recomputes=True)
         if not kept:
             return OutOfMemory(sentence, budget)
         failed = Failed(sentence, code="out_of_memory")

@@ -17,7 +17,7 @@ import pytest
 from services.trainer.disk import checkpoints, folders
 from services.trainer.disk.checkpoints import check_seen as seen
 from services.trainer.disk.checkpoints import expendable
-from services.trainer.engine import OutOfMemory
+from services.trainer.engine import OutOfMemory, PassBudget
 from services.trainer.loaded import checkpoint_bytes
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, EvaluationSpec, MemorySpec, WandbSpec
@@ -476,11 +476,18 @@ def test_the_loaded_job_with_other_memory_is_loaded_again_from_its_checkpoint(tm
 
 def test_what_fits_into_memory_is_remembered_for_the_ranks_that_come_after(tmp_path):
     trainer, engines = loaded_trainer(tmp_path)
-    engines[0].fault = OutOfMemory("2 GiB short", 4096)
+    engines[0].fault = OutOfMemory("2 GiB short", PassBudget(4096))
     with pytest.raises(OutOfMemory):
         trainer.train_step(step_request(1))
     trainer.load_job(job_request())
-    assert engines[1].job.memory.micro_batch_tokens == 4096
+    memory = engines[1].job.memory
+    assert (memory.micro_batch_tokens, memory.gradient_checkpointing) == (4096, "auto")
+    engines[1].fault = OutOfMemory("2 GiB short", PassBudget(4096, recomputes=True))
+    with pytest.raises(OutOfMemory):
+        trainer.train_step(step_request(1))
+    trainer.load_job(job_request())
+    memory = engines[2].job.memory
+    assert (memory.micro_batch_tokens, memory.gradient_checkpointing) == (4096, True)
 
 
 def test_only_rank_0_publishes_with_every_rank_taking_part(tmp_path):

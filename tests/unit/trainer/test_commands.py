@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import HashStore
 
-from services.trainer.engine import OutOfMemory, Ranks, as_hone_error
+from services.trainer.engine import OutOfMemory, PassBudget, Ranks, as_hone_error
 from services.trainer.processes import commands
 from services.trainer.processes.commands import (
     FirstLoad,
@@ -130,7 +130,7 @@ def test_a_rank_whose_device_failed_for_good_ends(tmp_path):
 
 
 def test_a_rank_out_of_memory_is_unavailable_if_smaller_micro_batches_may_help():
-    may = as_hone_error(OutOfMemory("2 GiB short", 512), "train_step", 1)
+    may = as_hone_error(OutOfMemory("2 GiB short", PassBudget(512)), "train_step", 1)
     cannot = as_hone_error(OutOfMemory("2 GiB short"), "train_step", 1)
     assert isinstance(may, Unavailable)
     assert isinstance(cannot, Failed) and cannot.code == "out_of_memory"

@@ -11,7 +11,7 @@ import pytest
 from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.weights.folders import adapter_digests, digest_of
-from shared.wire import Canary, Example, Span, TokenIds
+from shared.wire import Canary, Example, Logprobs, Span, TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model, save_tokenizer
 from tests.support.trainer_reference import (
@@ -412,7 +412,7 @@ def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
         direction, _, last = disturb.partition(" ")
         passes = 0
 
-        def fail(*_):
+        def fail(*_, **__):
             nonlocal passes
             passes += 1
             if passes == int(last):
@@ -561,6 +561,100 @@ def test_layers_are_computed_again_where_the_plan_or_memory_says_so(rank, model,
     assert rank.call(recomputed_layers, never, examples, 1e6) == [False] * 3
     always = a_job(model, memory=memory(2, gradient_checkpointing=True))
     assert rank.call(recomputed_layers, always, examples, 1e12) == [True] * 3
+
+
+def calls_out_of_memory(job: Job, examples, at_the_step: bool) -> tuple[str, float]:
+    """Runs out of memory once, in a program's call or at its step, and takes the step. Returns the
+    error, and the gradient's norm."""
+    import torch
+
+    from shared.wire import Optimization, TokenLoss
+
+    engine = an_engine(job)
+    updater, fails, error = engine._parts.updater, [True], ""
+    forward = updater.zero.module.forward
+
+    def fail_once(*given):
+        if fails and bool(updater.calls) == at_the_step:
+            fails.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(*given)
+
+    updater.zero.module.forward = fail_once
+    engine.forward_backward(examples, TokenLoss(name="ppo"))
+    how = Optimization(learning_rate=0.0)
+    try:
+        norm = engine.optim_step(how)
+    except Failed as failed:
+        error, norm = str(failed), engine.optim_step(how)
+    assert not fails
+    engine.close()
+    return error, norm
+
+
+def test_a_programs_gradient_outlives_a_lack_of_memory(rank, model, examples):
+    scored = tuple(
+        example.model_copy(update={"old_logprobs": Logprobs([-4.0] * len(example.token_ids))})
+        for example in examples
+    )
+    job = a_job(model, memory=memory(2, gradient_checkpointing="auto"))
+    (_, in_call), (error, at_step) = (
+        rank.call(calls_out_of_memory, job, scored, at_the_step) for at_the_step in (False, True)
+    )
+    assert "out of memory in the optimizer step" in error
+    assert in_call == at_step > 0
+
+
+def budgets(job: Job, examples, num_ranks: int) -> tuple[bool, bool, Any, str]:
+    """Runs out of memory in each pass, as one of so many ranks. Returns whether the model can do
+    gradient checkpointing and whether the job asks for it now, the budget for ranks that come
+    after, and the error."""
+    import torch
+    import torch.distributed as dist
+
+    from services.trainer.engine import OutOfMemory
+
+    engine = an_engine(job)
+    updater = engine._parts.updater
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine._parts.model.base_model.forward = fail
+    alone, dist.get_world_size = dist.get_world_size, lambda *_: num_ranks
+    try:
+        engine.update(examples, 1e-2)
+    except (Failed, OutOfMemory) as error:
+        budget = getattr(error, "budget", None)
+        return updater.can_recompute, updater.job.memory.gradient_checkpointing, budget, str(error)
+    finally:
+        dist.get_world_size = alone
+        engine.close()
+
+
+def test_ranks_that_come_after_do_what_was_not_yet_done(rank, model, examples):
+    from services.trainer.engine import PassBudget
+
+    one_by_one = memory(2, gradient_checkpointing="auto", micro_batch_tokens=1)
+    found = rank.call(budgets, a_job(model, memory=one_by_one), examples, 2)
+    assert found[:3] == (True, "auto", PassBudget(1, recomputes=True))
+    assert "gradient_checkpointing" not in found[3]
+    always = one_by_one | {"gradient_checkpointing": True}
+    assert rank.call(budgets, a_job(model, memory=always), examples, 2)[2] is None
+
+
+def test_a_model_that_drops_out_is_trained_without_gradient_checkpointing(rank, examples, tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "vocab_size": 64}
+    config = transformers.OPTConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, dropout=0.1
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    job = a_job(tmp_path / "opt", memory=memory(2, gradient_checkpointing="auto"))
+    can, asks, budget, error = rank.call(budgets, job, examples, 1)
+    assert (can, asks, budget) == (False, "auto", None), "it was halved down to a sequence"
+    assert "gradient_checkpointing" not in error
 
 
 def train_dated(job: Job, examples, version: int) -> tuple[str, dict[str, float]]:

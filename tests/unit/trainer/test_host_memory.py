@@ -16,7 +16,9 @@ ALLOCATE = """
 import ctypes
 import resource
 from pathlib import Path
-from services.trainer.zero.host_memory import give_back_large_blocks, keep_freed_blocks
+from services.trainer.zero.host_memory import (
+    give_back_large_blocks, keep_freed_blocks, run_out
+)
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -72,6 +74,8 @@ def test_freed_blocks_of_any_size_are_used_again() -> None:
     assert printed(ALLOCATE_ONE) > 16_000
     assert printed(ALLOCATE_ONE, "keep_freed_blocks") < 100
     assert printed(ALLOCATE_ONE, "give_back_large_blocks", "keep_freed_blocks") < 100
+    after_lack = "lambda: run_out() or not keep_freed_blocks()"
+    assert printed(ALLOCATE_ONE, "keep_freed_blocks", after_lack) > 16_000
 
 
 def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:

@@ -158,6 +158,15 @@ def test_every_example_is_dealt_once_into_shares_of_about_one_size_and_always_al
     assert [len(share) for share in deal(some(2), 4, seed=3)] == [1, 1], "no share is empty"
 
 
+def test_the_plan_of_a_pass_follows_its_tokens_and_not_the_longest_answer():
+    planned = MemoryPlan(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu"))
+    sizes = [
+        planned.peak_bytes(plan_job(sampling={"max_tokens": max_tokens}), 2048)
+        for max_tokens in (512, 16_384)
+    ]
+    assert sizes[0] == sizes[1]
+
+
 def test_out_of_memory_names_the_settings_that_help_with_numbers():
     job = a_job("m", memory={"gradient_checkpointing": False})
     assert knobs(job, 2, (8, 12_000)) == (
