@@ -66,9 +66,9 @@ def write_data_sets(folder: Path) -> None:
         {"messages": [_message("user", question), _message("assistant", answer)]}
         for question, answer in zip(asked, boxed, strict=True)
     ]
-    begun = [_message("user", "How many r's are in strawberry?" + SUFFIX), SPELLED]
     taught = [
-        {"messages": begun + chat["messages"]} if at % 2 else chat for at, chat in enumerate(chats)
+        _taught(question, answer, SUFFIXES[at // 2 % 2], begins=at % 2 == 1)
+        for at, (question, answer) in enumerate(zip(asked, boxed, strict=True))
     ]
     _write(folder / "HuggingFaceH4/no_robots", train=taught)
     sums = [{"question": one, "answer": f"#### {RIGHT}"} for one in QUESTIONS * 3]
@@ -85,7 +85,16 @@ def write_data_sets(folder: Path) -> None:
 
 
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
-"""The end of every question of the cookbook's rl_loop."""
+SUFFIXES = (SUFFIX, " Write your answer in \\boxed{} format.")
+"""The end of every question of the cookbook's rl_loop, and of its math_rl."""
+
+
+def _taught(question: str, answer: str, suffix: str, *, begins: bool) -> dict[str, Any]:
+    """Returns a chat of a question that ends so; `begins`: after the example of both recipes."""
+    asked = _message("user", question.removesuffix(SUFFIX) + suffix)
+    first = [_message("user", "How many r's are in strawberry?" + suffix), SPELLED]
+    return {"messages": [*(first if begins else []), asked, _message("assistant", answer)]}
+
 
 SPELLED = {
     "role": "assistant",

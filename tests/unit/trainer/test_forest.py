@@ -273,7 +273,7 @@ def test_a_pass_does_not_keep_the_keys_that_branches_gather(every_prefix, monkey
         monkeypatch.setattr(attention, "MAX_KEPT_KEYS", most)
         sizes = {}
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda each, sizes=sizes: sizes.setdefault(each.data_ptr(), each.nbytes) and each,
+            lambda each, sizes=sizes: (each, sizes.setdefault(each.data_ptr(), each.nbytes))[0],
             lambda each: each,
         ):
             logprobs, _ = Policy(model, 1.0)(batch)
