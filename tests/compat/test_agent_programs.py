@@ -16,12 +16,22 @@ from services.orchestrator.app import create_service
 from services.orchestrator.store.store import Store
 from shared.settings import Settings
 from tests.compat.packages import ROOT, python_with
+from tests.compat.versions import pinned
 from tests.support.fuzzing import served
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(600)]
 
 END = "<|im_end|>"
+
+DISTRIBUTIONS = {
+    "pydantic_ai": "pydantic-ai-slim",
+    "smolagents": "smolagents",
+    "langchain": "langchain-openai",
+    "openai_agents": "openai-agents",
+    "litellm": "litellm",
+}
+"""Packages of the index, by the name of their program here."""
 
 
 def calling(name: str, **arguments: Any) -> str:
@@ -59,8 +69,9 @@ async def run(
     ],
 )
 async def test_a_package_that_forces_calls_is_recorded_as_it_says(
-    settings: Settings, program: str, last: str, second: str
+    settings: Settings, program: str, last: str, second: str, ran_on: Any
 ) -> None:
+    ran_on("client", {DISTRIBUTIONS[program]: pinned(DISTRIBUTIONS[program])})
     replies = Reply(call(3)), Reply(last)
     printed, session, sampler = await run(settings, program, *replies)
     named = {"pydantic_ai": ("final_result", 9), "smolagents": ("final_answer", "9")}.get(program)
@@ -85,7 +96,8 @@ async def test_a_package_that_forces_calls_is_recorded_as_it_says(
     assert "higher" in text([*session.rollout().prompt_token_ids, *rollout.token_ids])
 
 
-async def test_litellm_knows_that_a_session_has_no_room(settings: Settings) -> None:
+async def test_litellm_knows_that_a_session_has_no_room(settings: Settings, ran_on: Any) -> None:
+    ran_on("client", {"litellm": pinned("litellm")})
     replies = [Reply("abcdef", cut=True), Reply("x")]
     printed, session, _ = await run(settings, "litellm", *replies, max_tokens=6)
     assert printed["error"] == "ContextWindowExceededError", printed

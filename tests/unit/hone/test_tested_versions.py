@@ -62,3 +62,12 @@ def test_doctor_says_whether_the_installed_versions_were_tested(
     check = doctor.versions_of("trainer")
     assert check == doctor.Check("trainer versions", state, said)
     assert doctor.versions_of("sampler") is None  # no vLLM here
+
+
+def test_the_pinned_versions_and_the_ends_of_the_ranges_are_tested() -> None:
+    for part, ends in (("trainer", ("2.11", "2.15")), ("sampler", ("0.32", "0.33"))):
+        rows = [packages for packages, _ in stack.tested(part)]
+        assert stack.installed(part) in rows
+        newest = stack.TESTED[part][0]
+        for end in ends:
+            assert any(packages[newest].startswith(f"{end}.") for packages in rows), end
