@@ -101,7 +101,7 @@ def test_sl_loop_learns_and_a_death_of_the_orchestrator_changes_nothing(
     recipes: Recipes, taught: list[dict[str, Any]], agent_stack: AgentStack
 ) -> None:
     nll = [row["train_mean_nll"] for row in taught]
-    assert nll[-1] < 0.3 < 5 < nll[0]
+    assert nll[-1] < 0.5 < 5 < nll[0]
     again = recipes.begin("sl_loop", "again", max_steps=12, save_every=0, **SL)
     recipes.until("again", lambda rows: len(rows) >= 4)
     kill(agent_stack, "services.orchestrator")
