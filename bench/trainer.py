@@ -145,7 +145,7 @@ def measure_real(repeats: int) -> int:
     for sizes, dtype in product(REAL_STEPS, ("float32", "bfloat16")):
         step = dict(zip(("groups", "group_size", "prompt", "completion"), sizes, strict=True))
         case = {STEP: step, AS_SET: True, REPEATS: 1, "training": {"dtype": dtype}}
-        sides = {"hone": ("bench.plan_side", folder, json.dumps(case))}
+        sides: dict[str, tuple[str, ...]] = {"hone": ("bench.plan_side", folder, json.dumps(case))}
         for tokens in PLAIN_TOKENS:
             given = (folder, dtype, str(tokens), json.dumps(step))
             sides[f"plain {tokens}"] = ("bench.plain_side", *given)
