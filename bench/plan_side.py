@@ -32,8 +32,9 @@ from shared.wire import PromptLengths
 
 MIB = 1 << 20
 STEP, AS_SET, REPEATS = "step", "as_set", "repeats"
-"""Beside a case's sections: the sizes of its step; whether memory is given back as the trainer
-chooses, else as where memory is short; and how many steps come before the one that is measured."""
+"""Keys of a case beside its sections: the sizes of its step, whether the trainer decides if freed
+memory is returned to the system (false: it is always returned), and the number of steps before the
+measured one."""
 
 TOKENS = 2048
 """Tokens of a micro-batch of the generated model. A step has two micro-batches."""

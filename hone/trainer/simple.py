@@ -194,7 +194,7 @@ NAMES = (
     *("num_generations", "max_completion_length", "temperature", "chat_template_kwargs"),
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "beta"),
     *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "importance_sampling_level"),
-    *("mask_truncated_completions", "gradient_checkpointing"),
+    "mask_truncated_completions",
 )
 """Names of the table `SAME` that TRL has too."""
 
@@ -307,6 +307,7 @@ def grpo_arguments(job: Job) -> dict[str, Any]:
         **{name: attrgetter(SAME[name])(job) for name in NAMES},
         **_batches(job),
         **_clipping(job),
+        "gradient_checkpointing": bool(job.memory.gradient_checkpointing),  # "auto": on
         "learning_rate": job.learning_rate,
         "num_iterations": training.epochs,
         "max_steps": job.steps * updates(job),

@@ -36,8 +36,8 @@ class Update:
 
 @dataclass(frozen=True)
 class PassBudget:
-    """What might fit after memory ran out: a micro-batch of so many `tokens`; with gradient
-    checkpointing if it `recomputes`."""
+    """Settings that might fit after memory ran out: the most `tokens` of a micro-batch, and whether
+    a job whose gradient checkpointing is "auto" `recomputes` its layers."""
 
     tokens: int
     recomputes: bool = False
@@ -50,8 +50,8 @@ class PassBudget:
 
 
 class OutOfMemory(RuntimeError):
-    """This rank ran out of memory and cannot continue automatically; the message says how to avoid
-    that. `budget`: what might fit; None if less would not help."""
+    """This rank ran out of memory and cannot continue; the message says how to avoid that.
+    `budget`: settings with which new ranks may fit; None if there are none to try."""
 
     def __init__(self, message: str, budget: PassBudget | None = None) -> None:
         super().__init__(message)

@@ -297,11 +297,12 @@ class RankMemory:
 
     def working(self, *, is_kept: bool = False) -> float:
         """The peak of a pass, the reduction of its gradients, and the update, with the buffers of
-        each. `is_kept`: what a pass frees is not used again."""
+        each. `is_kept`: freed blocks stay in the process."""
         stage, reduced, update = self.job.memory.zero_stage, 0.0, self.states.update
         passes = self.pass_peak
         if is_kept:
-            again = self.job.memory.gradient_checkpointing  # each layer leaves gaps of its sizes
+            # layers that are computed again fragment the heap: 1.8 times the activations measured
+            again = self.job.memory.gradient_checkpointing
             passes = (2 if again else 1) * self.activations + self.logits
         is_over = self.trained > MAX_BUCKET
         if stage in (1, 2) and not self.is_low and is_over and not self.is_offloaded:
@@ -322,9 +323,9 @@ def is_moved(memory: MemorySpec, itemsize: int) -> bool:
 
 
 def room_on_cpu(host_bytes: float) -> float:
-    """Returns the planned memory of all ranks together up to which a step needs no gradient
-    checkpointing: with freed blocks kept. Without either, giving blocks back would take as long as
-    computing the layers again."""
+    """Returns the largest plan of all ranks together with which "auto" leaves gradient
+    checkpointing off: one for which freed blocks are kept too. Returning blocks to the system would
+    take about as long as computing the layers again."""
     return TRAINERS_SHARE * host_bytes / HEAP_FACTORS[False]
 
 
@@ -332,11 +333,12 @@ def is_worth_giving_back(
     pass_bytes: int, planned_bytes: float, room_bytes: float, *, recomputes: bool
 ) -> bool:
     """Returns whether freed large blocks should be returned to the system. A micro-batch takes
-    `pass_bytes`, all ranks together are planned to take `planned_bytes`, and the host has
-    `room_bytes`. Returning them costs time, because the system zeroes each block that it hands out
-    again: a pass takes up to 1.5 times as long with a hidden size of 512, and twice as long with
-    128. So blocks are kept while all ranks need at most half of the memory; the rest is for the
-    sampler and other processes."""
+    `pass_bytes`, the plan of all ranks together is `planned_bytes`, and the host has `room_bytes`.
+    `recomputes`: with gradient checkpointing.
+
+    The system zeroes memory before it hands it out again, so a pass that returns its blocks takes
+    up to 1.5 times as long at a hidden size of 512, and twice as long at 128. Blocks are therefore
+    kept while all ranks need at most half of the host's memory."""
     kept_bytes = HEAP_FACTORS[recomputes] * planned_bytes
     return pass_bytes >= WORTH_BYTES and kept_bytes > TRAINERS_SHARE * room_bytes
 
@@ -367,7 +369,7 @@ def trainer_memory(
         "buffers": rank.buffers,
     }
     peak = sum(steady.values()) + rank.working()
-    # Where a CPU's host has much memory, freed blocks stay in the heap and are rarely used again.
+    # Where a CPU's host has much memory, freed blocks stay in the heap (`host_memory.py`).
     recomputes = bool(job.memory.gradient_checkpointing)
     if ranks.host_bytes is not None and not is_worth_giving_back(
         rank.pass_peak, peak * ranks.num, ranks.host_bytes, recomputes=recomputes

@@ -6,9 +6,9 @@ and 4 L A D for each token that it attends to (scores and values), n / 2 tokens 
 model of L layers with A heads of size D. In a mixture of experts a token's own experts count; an
 iteration reads the experts of all its tokens.
 
-The shares of a GPU's data sheet that a step reaches are assumed. Those of a CPU (`CPU_SHARES`) were
-measured on one machine, where all ranks and samplers share the cores. `hone plan --measured RUN`
-takes a run's measured rates.
+What share of the data sheet's figures a step reaches on a GPU is assumed. On a CPU, whose cores all
+ranks and samplers share, it was measured on one machine (`CPU_SHARES`). `hone plan --measured RUN`
+uses the rates of an earlier run instead.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ tensors are on a GPU. New memory costs an update more than the copy: the kernel 
 page, and a GPU copies into pageable memory at a third of the speed. All blocks have one size, a
 power of two: for another size torch would pin up to twice as much.
 
-**The allocator.** The kernel zeroes each page that it hands out, which on a virtual machine takes
-longer than most products of a small model. So freed blocks stay in this process for the next pass
-(`keep_freed_blocks`): an update of 135 million parameters takes 0.85 of the time, and 1.1 times the
-memory. But before glibc 2.38 the space of a freed aligned block cannot hold the next block of its
-size if a small block lies behind it, and torch aligns all of its tensors. So the process can come
-to hold several times the memory of its activations. Where that might not fit
-(`is_worth_giving_back` in `shared/plan/memory.py`), large blocks are given back.
+**The allocator.** By default glibc returns large freed blocks to the kernel, which zeroes each page
+before it hands it out again. `keep_freed_blocks` keeps them in the process for the next pass: an
+update of 135 million parameters then took 0.85 of the time and 1.1 times the memory. However,
+before glibc 2.38 the space of a freed aligned block cannot hold another block of its size if a
+small block follows it, and torch aligns all tensors, so the heap can grow to several times the
+memory of the activations. Where that might not fit (`is_worth_giving_back` in
+`shared/plan/memory.py`), large blocks are returned.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def give_back_large_blocks() -> bool:
 
 
 _ran_out = Event()
-"""Set once this process has run out of memory: its heap may have been the cause."""
+"""Set once this process ran out of memory, of which a fragmented heap may be the cause."""
 
 
 def keep_freed_blocks() -> bool:
@@ -119,7 +119,7 @@ def keep_freed_blocks() -> bool:
 
 
 def run_out() -> None:
-    """Gives large blocks back for the rest of this process."""
+    """Returns large blocks to the system from now on, also after `keep_freed_blocks`."""
     _ran_out.set()
     give_back_large_blocks()
 

@@ -68,8 +68,8 @@ def usage(device: torch.device) -> str:
 
 
 def room_bytes(device: torch.device, num_ranks: int) -> float:
-    """Returns the planned memory up to which a step of this rank needs no gradient
-    checkpointing. Of a GPU that a sampler has at the same time it is at most what that leaves."""
+    """Returns the largest plan of this rank with which "auto" leaves gradient checkpointing off. On
+    a GPU that is shared with a sampler at the same time, the sampler's share is not available."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # CUDA's own memory is in the plan, and not in what is free.
@@ -137,10 +137,10 @@ def knobs(
     may_recompute: bool = True,
 ) -> str:
     """Returns the settings that would save memory, the cheapest first, with the `planned` saving.
-    `may_recompute`: gradient checkpointing is one of them.
     Settings that save nothing are left out, unless none saves anything, as with a model of a few
     megabytes. `shape`: sequences and tokens, padding included, of the micro-batch that did not fit,
-    if one did not. On the `device` "cpu" offloading to the host does not help."""
+    if one did not. On the `device` "cpu" offloading to the host does not help. Gradient
+    checkpointing is among them if `may_recompute`."""
     memory, turns = job.memory, list[tuple[str, str]]()
 
     def turn(text: str, after: Job) -> None:

@@ -27,9 +27,9 @@ All or nothing: where a loss or gradient is not finite, or memory runs out, weig
 random numbers become what they were, and the gradient is dropped. It is a function of the program's
 calls since its last optimizer step, which are kept: the next call or step computes them again.
 After running out of memory in a micro-batch the step or call is repeated with gradient
-checkpointing where the job leaves that open, or else with half as many tokens in each, and so from
-then on. One rank of several that runs out of memory leaves the others waiting in a collective and
-cannot do so; it says so and ends, and the ranks that come after it begin so.
+checkpointing if that was off under "auto", else with half as many tokens in each, and so are all
+that follow. One rank of several that runs out of memory leaves the others waiting in a collective
+and cannot do so; it says so and ends, and the new ranks start with these settings.
 """
 
 from __future__ import annotations
@@ -230,15 +230,15 @@ class Updater:
         return self.calls
 
     def _fitting(self, act: Callable[[], R]) -> R:
-        """Returns what `act` does, where it did not fit with gradient checkpointing, or else in
-        micro-batches of half as many tokens."""
+        """Returns the result of `act`. After running out of memory it is called again, with
+        gradient checkpointing if that was off under "auto", else with half as many tokens in a
+        micro-batch."""
         while True:
             try:
                 return act()
             except BatchOutOfMemory as too_large:
                 get_logger().warning(
-                    "out of memory: it is made again, with gradient checkpointing or in smaller "
-                    "micro-batches",
+                    "out of memory: repeating with settings that need less",
                     before=self.job.memory.micro_batch_tokens,
                     micro_batch_tokens=too_large.budget.tokens,
                     gradient_checkpointing=too_large.budget.recomputes,
@@ -283,18 +283,17 @@ class Updater:
         )
 
     def _set_recomputing(self, is_on: bool) -> None:
-        """Decides whether layers are computed again in the backward pass until this is decided
-        anew. `_used` is the job with that decision."""
+        """Turns gradient checkpointing on or off for the passes that follow. `_used` is the job
+        with that decision."""
         if self.can_recompute:
             set_recomputing(self.policy.model, is_on)
         memory = self.job.memory.recomputing(is_on)
         self._used = self.job.model_copy(update={"memory": memory})
 
     def _fit(self, minibatches: list[Minibatch]) -> None:
-        """Decides for these minibatches, where the job leaves it open, whether layers are computed
-        again in the backward pass: only if the plan without exceeds the memory. Has a CPU's
-        activations given back as soon as they are freed where memory might be short, and kept for
-        the next pass elsewhere."""
+        """Chooses how these minibatches use memory. If the job's gradient checkpointing is "auto",
+        it is on only if the plan without it exceeds the memory of a rank. On a CPU, freed blocks
+        are kept for the next pass unless memory might be short."""
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
         num_ranks = dist.get_world_size()
