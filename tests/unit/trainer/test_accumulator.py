@@ -271,22 +271,32 @@ def run_short_of_memory(job: Job, script: Sequence[Any], folder: Path) -> tuple[
     return error, budget
 
 
-@pytest.mark.parametrize(("tokens", "is_divided", "dropout"), [(60, True, 0.0), (1, False, 0.5)])
-def test_a_call_out_of_memory_is_divided_or_as_if_it_had_never_come(
-    rank, model, examples, tmp_path, tokens, is_divided, dropout
+@pytest.mark.parametrize(
+    ("tokens", "checkpointing", "becomes"),
+    [
+        (60, True, "divided"),
+        (1, True, "refused"),
+        (60, "auto", "recomputed"),
+        (1, "auto", "recomputed"),
+    ],
+)
+def test_a_call_out_of_memory_is_repeated_or_as_if_it_had_never_come(
+    rank, model, examples, tmp_path, tokens, checkpointing, becomes
 ):
     """The gradient is then the one that micro-batches of that size give from the beginning, to the
-    bit. Dropout draws random numbers, which a call that is taken back must give back too."""
-    lora = {"rank": 2, "dropout": dropout, "alpha": 64.0}
-    job = a_job(model, memory={"micro_batch_tokens": tokens}, lora=lora)
+    bit. Dropout draws random numbers, which a call that is taken back must give back too; it
+    depends on how examples are divided."""
+    lora = {"rank": 2, "dropout": 0.0 if becomes == "divided" else 0.5, "alpha": 64.0}
+    memory = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing}
+    job = a_job(model, memory=memory, lora=lora)
     loss = TokenLoss(name="importance_sampling")
     script = [(examples[:6], loss), (examples, loss), HOW]
     for name in ("short", "plain"):
         (tmp_path / name).mkdir()
     error, fitting = rank.call(run_short_of_memory, job, script, tmp_path / "short")
-    assert (error == "", fitting < tokens) == (is_divided, is_divided)
-    assert is_divided or "out of memory in a micro-batch of 1 sequence(s)" in error
-    small = a_job(model, memory={"micro_batch_tokens": fitting}, lora=lora)
+    assert (error != "", fitting < tokens) == (becomes == "refused", becomes == "divided")
+    assert not error or "out of memory in a micro-batch of 1 sequence(s)" in error
+    small = a_job(model, memory=memory | {"micro_batch_tokens": fitting}, lora=lora)
     rank.call(run, small, script, tmp_path / "plain")
     plain, after = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "short")
