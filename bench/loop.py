@@ -46,7 +46,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.grpo import GENERATIONS, HONE, STAGES, Turn, Turns, better_trl, breakdown, take_turns
+from bench.grpo import (
+    AHEAD,
+    GENERATIONS,
+    HONE,
+    STAGES,
+    Turn,
+    Turns,
+    better_trl,
+    breakdown,
+    take_turns,
+)
 from bench.report import Figure, count, finish, names, options, ratios, repeated
 from bench.side import random_model
 from bench.trl_side import Recipe
@@ -88,7 +98,6 @@ TASKS |= {
     f"few-{name}": replace(task, worked=608, question=53, rows=8) for name, task in TASKS.items()
 }
 
-AHEAD = "Hone, a step ahead"
 STALENESS = {HONE: 0, AHEAD: 1}
 """Hone's sides, and the `max_staleness` of their jobs."""
 
