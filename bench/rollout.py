@@ -129,9 +129,13 @@ async def measure(
                 found = await compare(side, client, prompts, num_groups, num_tokens, repeats)
                 tokens = sum(one.num_tokens for one in found["/generate"])
                 label = f"{num_groups} group{'s' * (num_groups > 1)} of 8 x {num_tokens} tokens"
-                figures += figures_of(label, found, transport.num_bytes / tokens)
                 if prompts is REAL_PROMPTS:
                     figures += products(label, found, prompts.num_tokens / 8 / num_tokens)
+                else:
+                    wire_bytes = transport.num_bytes / tokens
+                    name = f"{label}: wire bytes per token"
+                    figures.append(Figure(name, wire_bytes, "B", MOST_BYTES, "max"))
+                figures += figures_of(label, found)
     return figures
 
 
@@ -170,12 +174,11 @@ def products(label: str, found: dict[str, list[Measurement]], prompts_share: flo
     ]
 
 
-def figures_of(label: str, found: dict[str, list[Measurement]], wire_bytes: float) -> list[Figure]:
+def figures_of(label: str, found: dict[str, list[Measurement]]) -> list[Figure]:
     rates = {name: [one.rate for one in of] for name, of in found.items()}
     to_vllm = ratios(rates["/generate"], rates["vLLM"])
     return [
         repeated(f"{label}: tokens per second, to vLLM", to_vllm, "x", 0.95),
-        Figure(f"{label}: wire bytes per token", wire_bytes, "B", MOST_BYTES, "max"),
         *[repeated(f"{label}: {name}", of, "/s") for name, of in rates.items()],
         *[
             repeated(f"{label}: {name}, CPU time per token", [one.cpu_us for one in of], "us")
