@@ -59,7 +59,8 @@ def person(rng: random.Random) -> Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """What the model learns. A prompt is the `system` message and a question of `problem`."""
+    """What the model learns. A prompt is the `system` message, `num_examples` worked examples that
+    are the same for all rows, and a question of `problem`."""
 
     name: str
     system: str
@@ -67,11 +68,17 @@ class Task:
     recipe: Recipe
     steps: int
     warmup: Warmup
+    num_examples: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
         """All that the weights before training depend on, as JSON has it."""
-        return {"task": self.name, "system": self.system, "warmup": asdict(self.warmup)}
+        return {
+            "task": self.name,
+            "system": self.system,
+            "num_examples": self.num_examples,
+            "warmup": asdict(self.warmup),
+        }
 
     def run_settings(self, seed: int) -> dict[str, Any]:
         """Returns all that a training run depends on beside the side."""
@@ -95,6 +102,14 @@ class Task:
         """Returns `count` rows. No question of the held-out rows is among them, unless
         `distinct`."""
         taken = set[str]() if distinct else {question(row) for row in self.held_out()}
+        shown = random.Random(f"{self.name} examples")
+        examples: list[dict[str, str]] = []
+        for _ in range(self.num_examples):
+            user, answer = self.problem(shown)
+            examples += [
+                {"role": "user", "content": user},
+                {"role": "assistant", "content": answer},
+            ]
         rows: list[dict[str, Any]] = []
         while len(rows) < count:
             user, answer = self.problem(rng)
@@ -104,6 +119,7 @@ class Task:
                 taken.add(user)
             messages = [
                 {"role": "system", "content": self.system},
+                *examples,
                 {"role": "user", "content": user},
             ]
             rows.append({"prompt": messages, "answer": answer})
@@ -155,6 +171,22 @@ TASKS = {
             ),
             steps=20,
             warmup=Warmup(steps=1, batch=16, learning_rate=1e-5),
+        ),
+        Task(
+            name="few",
+            system="Answer with the number only.",
+            problem=sum_of_two,
+            recipe=Recipe(
+                num_prompts=4,
+                group_size=8,
+                max_tokens=8,
+                learning_rate=1e-5,
+                reward="sums",
+                rows=8,  # prompts of 600 tokens
+            ),
+            steps=20,
+            warmup=Warmup(steps=2, batch=4, learning_rate=1e-5),
+            num_examples=26,
         ),
     )
 }

@@ -2,6 +2,7 @@
 
     python -m bench.curves [--tasks sums,reverse,json] [--seeds 0,1,2] [--sides hone,trl]
     python -m bench.curves --times [--turn-steps 3] [--repeats 3]
+    python -m bench.curves --overlap [--tasks sums] [--turn-steps 3] [--repeats 3]
 
 The model is SmolLM2-135M-Instruct (`deploy/real_model.py`). A few supervised steps
 (`curve_model.py`) teach it the form of a task's answers, once, and all sides start from these
@@ -24,11 +25,17 @@ steps to the last. Greedy answers may gain less: they are often right before rol
 Each finished run is a file in `--results`, so an interrupted benchmark continues; the figures and
 the picture (`--picture`) are of all files there.
 
-With `--times` all sides take turns of a few steps. The learning rate is almost 0 there, so that all
-sample from the same weights, and completions of one length. A step is all of Hone's, with groups
-and batch on disk, against the faster of TRL's two. Hone does not train on groups whose rewards are
-equal, and TRL does, with a gradient of zero: that is part of the ratio. TRL's vLLM has no oneDNN,
-which TRL's weight sync cannot load (`trl_side.py`).
+With `--times` all sides take turns of a few steps; the task `few`, with prompts of 600 tokens, is
+for that alone. The learning rate is almost 0 there, so that all sample from the same weights, and
+completions of one length. A step is all of Hone's, with groups and batch on disk, against the
+faster of TRL's two. Hone does not train on groups whose rewards are equal, and TRL does, with a
+gradient of zero: that is part of the ratio. TRL's vLLM has no oneDNN, which TRL's weight sync
+cannot load (`trl_side.py`). Memory is the resident memory of Hone's trainer and sampler at their
+peaks, against the TRL process that needs less.
+
+With `--overlap` Hone takes turns with itself a step ahead (`max_staleness` 1), sampler and trainer
+on one thread each, as if each had a processor of its own. The limit of the ratio is a step in turns
+against the longer of sampling with grading and training, and the sync, which neither overlaps.
 """
 
 from __future__ import annotations
@@ -49,6 +56,7 @@ import hone
 from bench import curve_rewards
 from bench.curve_tasks import TASKS, Task, write_rows
 from bench.grpo import (
+    AHEAD,
     GENERATIONS,
     HONE,
     HoneSide,
@@ -62,7 +70,7 @@ from bench.grpo import (
     stage_medians,
     take_turns,
 )
-from bench.report import Figure, count, finish, names, options, ratios, repeated
+from bench.report import Figure, count, finish, in_turns, names, options, ratios, repeated
 from bench.side import run
 from bench.trl_side import Recipe
 from deploy.machine import exit_on_signals
@@ -77,6 +85,12 @@ MIN_DIFFERENCE = 0.05
 
 LEAST_GAIN = 0.1
 LEAST_RATIO = 1.5
+LEAST_RATIOS = {"sums": 2.5, "reverse": 2.0, "few": 5.0}
+"""Goals of single tasks with `--times`."""
+
+MOST_MEMORY = 0.6
+"""Of Hone's trainer and sampler to the smaller of TRL's processes."""
+
 NUM_SAMPLERS = 1
 """A second one would need 2 GiB more: with `--times` all sides are in memory at once."""
 
@@ -130,14 +144,15 @@ Curves = dict[str, list[Curve]]
 
 def main() -> int:
     parser = options(__doc__, repeats=3)
-    parser.add_argument("--tasks", type=names(TASKS), default=[*TASKS], help="default: all")
+    parser.add_argument("--tasks", type=names(TASKS), default=["sums", "reverse", "json"])
     parser.add_argument("--sides", type=names(SIDES), default=["hone", "trl"])
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="default: 0,1,2")
     parser.add_argument("--steps", type=count, help="of a run (default: the task's)")
     parser.add_argument("--results", type=Path, default=Path(".hone/curves"))
     parser.add_argument("--picture", type=Path, default=Path("docs/curves.png"))
     parser.add_argument("--times", action="store_true", help="measure the time of a step instead")
-    parser.add_argument("--turn-steps", type=count, default=3, help="with --times (default: 3)")
+    parser.add_argument("--overlap", action="store_true", help="measure sampling a step ahead")
+    parser.add_argument("--turn-steps", type=count, default=3, help="that count (default: 3)")
     args = parser.parse_args()
     exit_on_signals(signal.SIGTERM)  # the stack ends too
     tasks = [TASKS[name] for name in args.tasks]
@@ -146,6 +161,13 @@ def main() -> int:
     results = Results(args.results)
     for task in tasks:
         results.prepare(task)
+    if args.overlap:
+        figures = [
+            figure
+            for task in tasks
+            for figure in overlap(results, task, args.turn_steps, args.repeats)
+        ]
+        return finish("curves", figures)
     if args.times:
         for task in tasks:
             measure_times(results, task, args.turn_steps, args.repeats)
@@ -213,7 +235,9 @@ class Results:
         if found is None:
             return {}, {}
         turns = {
-            side: [Turn([Step(**step) for step in turn["steps"]]) for turn in of_side]
+            side: [
+                Turn([Step(**step) for step in turn["steps"]], turn["peak_gib"]) for turn in of_side
+            ]
             for side, of_side in found["turns"].items()
         }
         return turns, found["missing"]
@@ -314,6 +338,31 @@ def measure_times(results: Results, task: Task, steps: int, repeats: int) -> Non
             Path(name), recipe, {HONE: 0}, steps, repeats, samplers=NUM_SAMPLERS
         )
     results.store_times(task, turns, missing)
+
+
+def overlap(results: Results, task: Task, steps: int, repeats: int) -> list[Figure]:
+    """Returns the figures of sampling a step ahead, on one thread each."""
+    turns: Turns = {HONE: [], AHEAD: []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = replace(task, steps=steps + 2).train_rows(seed=0)
+        write_side(folder, results.model(task), rows)
+        threads = {"OMP_NUM_THREADS": "1", "HONE_TRAINER_THREADS": "1"}
+        with stack(folder, samplers=NUM_SAMPLERS, **threads) as client:
+            for side in in_turns(turns, repeats):
+                one = HoneSide(client, folder, times_recipe(task), int(side == AHEAD))
+                turns[side].append(one.turn(steps))
+    print(f"\n{task.name}: seconds of a step (medians)\n{breakdown(turns)}\n")
+    in_turn, ahead = ([turn.step_s for turn in of_side] for of_side in turns.values())
+    least = [
+        max(turn.stage_s("generate") + turn.stage_s("reward"), turn.stage_s("train"))
+        + turn.stage_s("sync")
+        for turn in turns[HONE]
+    ]
+    return [
+        repeated(f"{task.name}: a step in turns to one a step ahead", ratios(in_turn, ahead), "x"),
+        repeated(f"{task.name}: the limit of that", ratios(in_turn, least), "x"),
+    ]
 
 
 def times_recipe(task: Task) -> Recipe:
@@ -432,11 +481,20 @@ def compare_times(task: str, turns: Turns) -> list[Figure]:
         repeated(f"{task}: {side}, a step", [turn.step_s for turn in of_side], "s")
         for side, of_side in turns.items()
     ]
+    figures += [
+        Figure(f"{task}: {side}, peak memory", of_side[-1].peak_gib, "GiB")
+        for side, of_side in turns.items()
+    ]
     if len(turns) > 1:
         ratio = ratios(better_trl(turns), hones)
-        figures.insert(
-            0, repeated(f"{task}: a step of the better TRL to Hone's", ratio, "x", LEAST_RATIO)
+        goal = LEAST_RATIOS.get(task, LEAST_RATIO)
+        memory = turns[HONE][-1].peak_gib / min(
+            of_side[-1].peak_gib for side, of_side in turns.items() if side != HONE
         )
+        figures[:0] = [
+            repeated(f"{task}: a step of the better TRL to Hone's", ratio, "x", goal),
+            Figure(f"{task}: Hone's peak memory to TRL's", memory, "x", MOST_MEMORY, "max"),
+        ]
     return figures
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import psutil
+
 import hone
 from bench.report import in_turns, table
 from bench.side import Side, running
@@ -22,11 +24,14 @@ from deploy import local
 from deploy.machine import on_free_ports
 from shared.wire import JobRecord
 
-HONE = "Hone"
+HONE, AHEAD = "Hone", "Hone, a step ahead"
 GENERATIONS = {"TRL": "transformers", "TRL with vLLM": "vllm"}
 """TRL's sides, and what samples there."""
 
 STAGES = ("generate", "reward", "train", "sync")
+
+ENGINES = ("services.trainer", "services.rollout")
+"""The modules of Hone's services that hold a model."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Turn:
-    """The steps of one side that count."""
+    """The steps of one side that count, and the most memory that its processes have had so far, in
+    GiB: TRL's, and Hone's trainer and sampler. A page that two of them share counts twice."""
 
     steps: list[Step]
+    peak_gib: float
 
     @property
     def step_s(self) -> float:
@@ -99,6 +106,17 @@ def take_turns(
         return turns, missing
 
 
+def peak_gib(processes: Sequence[psutil.Process]) -> float:
+    """Returns the sum of the largest resident memory of the processes and of what they started."""
+    found = 0
+    for process in processes:
+        for each in (process, *process.children(recursive=True)):
+            status = Path(f"/proc/{each.pid}/status").read_text()
+            peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+            found += int(peak.split()[1]) * 1024
+    return found / 2**30
+
+
 def better_trl(turns: Turns) -> list[float]:
     """Returns the seconds of a step of TRL's faster side, repeat by repeat."""
     sides = [[turn.step_s for turn in turns[side]] for side in GENERATIONS if side in turns]
@@ -139,7 +157,14 @@ class HoneSide:
         """Returns the steps of a job without its first, in which engines start, and its last, which
         writes a checkpoint."""
         _, found = self.train(steps + 2)
-        return Turn(found[1:-1])
+        state = local.running(self.folder / "stack")
+        assert state
+        services = [
+            process
+            for process in psutil.Process(state["pid"]).children()
+            if any(word in ENGINES for word in process.cmdline())
+        ]
+        return Turn(found[1:-1], peak_gib(services))
 
     def train(self, steps: int) -> tuple[JobRecord, list[Step]]:
         """Returns the record and all steps of a job that has succeeded."""
@@ -233,7 +258,8 @@ class TrlSide:
     def turn(self, steps: int) -> Turn:
         """Returns the steps of a turn without its first."""
         found = self.train(steps + 1)
-        return Turn(found[1:] or found)
+        process = psutil.Process(self.side.process.pid)
+        return Turn(found[1:] or found, peak_gib([process]))
 
     def train(self, steps: int) -> list[Step]:
         return [Step(**step) for step in self.side.ask(steps)["steps"]]

@@ -46,7 +46,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.grpo import GENERATIONS, HONE, STAGES, Turn, Turns, better_trl, breakdown, take_turns
+from bench.grpo import (
+    AHEAD,
+    GENERATIONS,
+    HONE,
+    STAGES,
+    Turn,
+    Turns,
+    better_trl,
+    breakdown,
+    take_turns,
+)
 from bench.report import Figure, count, finish, names, options, ratios, repeated
 from bench.side import random_model
 from bench.trl_side import Recipe
@@ -88,7 +98,6 @@ TASKS |= {
     f"few-{name}": replace(task, worked=608, question=53, rows=8) for name, task in TASKS.items()
 }
 
-AHEAD = "Hone, a step ahead"
 STALENESS = {HONE: 0, AHEAD: 1}
 """Hone's sides, and the `max_staleness` of their jobs."""
 
@@ -215,21 +224,24 @@ def compare(name: str, task: Task, turns: Turns, least_s: float) -> list[Figure]
 def products_s(task: Task, num_parameters: int) -> float:
     """Returns the seconds that the products of a step's completion tokens with the weights take on
     this machine, in float32: 2 operations per token and weight to sample them, and 6 to train on
-    them (arXiv 2001.08361, 2.1). The rate is measured on a product of the model's own shape."""
+    them (arXiv 2001.08361, 2.1)."""
+    num_tokens = task.num_samples * task.max_tokens
+    rate = product_rate(num_tokens, task.hidden_size, task.intermediate_size)
+    return 8 * num_parameters * num_tokens / rate
+
+
+def product_rate(num_tokens: int, hidden_size: int, intermediate_size: int) -> float:
+    """Returns the operations per second of a float32 product of a model's own shape."""
     import torch
 
-    num_tokens = task.num_samples * task.max_tokens
-    tokens, weights = (
-        torch.randn(num_tokens, task.hidden_size),
-        torch.randn(task.hidden_size, task.intermediate_size),
-    )
+    tokens = torch.randn(num_tokens, hidden_size)
+    weights = torch.randn(hidden_size, intermediate_size)
     seconds = []
     for _ in range(NUM_PRODUCTS):
         began = time.perf_counter()
         torch.mm(tokens, weights)
         seconds.append(time.perf_counter() - began)
-    rate = 2 * num_tokens * weights.numel() / min(seconds)
-    return 8 * num_parameters * num_tokens / rate
+    return 2 * num_tokens * weights.numel() / min(seconds)
 
 
 def overhead(turn: Turn) -> float:

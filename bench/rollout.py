@@ -1,6 +1,6 @@
 """Tokens per second through `POST /generate`, beside vLLM called directly.
 
-    python -m bench.rollout [--repeats 5]
+    python -m bench.rollout [--real] [--repeats 5]
 
 Both sides use the same engine, in one process: the service's requests reach it over HTTP from this
 process, by the orchestrator's client; the direct ones are made beside it, with the text that vLLM
@@ -12,30 +12,40 @@ million parameters: the smaller it is, the larger the share of the service's own
 Wire bytes count all bodies as sent, requests and polls included, per sampled token. Before
 compression 8 of them are the token's id and log-prob, the others its text (1 for each token of this
 model) and its envelope. The ids of so small a vocabulary compress better than a real one's.
+
+With `--real` the model is SmolLM2-135M-Instruct in float32, which samples 24 groups of 8
+completions of 8 tokens behind prompts of 37 tokens. Both are compared with the products of these
+tokens with the weights alone, at the rate of one such product.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 
-from bench.loop import TASKS, write_task
+from bench.loop import TASKS, product_rate, write_task
 from bench.report import Figure, finish, in_turns, options, ratios, repeated
-from bench.rollout_side import PROMPT
 from bench.side import Side, quiet, running
+from deploy.real_model import NUM_PARAMETERS, fetch
 from shared.http.client import Client
 from shared.wire import GenerateRequest, RolloutGroup, Sampling, TokenIds
 
 LOADS = {64: (1, 8, 64), 256: (1, 8)}
+REAL_LOADS = {8: (24,)}
 """Numbers of groups, by the tokens of each completion."""
+
+FIRST_TOKEN = 4
+"""Those below it are special in the random model's vocabulary."""
 
 LEAST_TOKENS = 4096
 """So many are sampled for each measurement, in as many rounds as that takes."""
@@ -72,39 +82,75 @@ class CountingTransport(httpx.AsyncHTTPTransport):
         return response
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of random tokens, each of which is new: nothing of them is in a cache."""
+
+    num_tokens: int
+    vocab_size: int
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def take(self, count: int) -> list[list[int]]:
+        return [
+            [self.rng.randrange(FIRST_TOKEN, self.vocab_size) for _ in range(self.num_tokens)]
+            for _ in range(count)
+        ]
+
+
+PROMPTS, REAL_PROMPTS = Prompts(9, vocab_size=12), Prompts(37, vocab_size=49_000)
+
+
 def main() -> int:
-    repeats = options(__doc__, repeats=5).parse_args().repeats
+    parser = options(__doc__, repeats=5)
+    parser.add_argument("--real", action="store_true", help="the real model instead")
+    args = parser.parse_args()
+    loads, prompts = (REAL_LOADS, REAL_PROMPTS) if args.real else (LOADS, PROMPTS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_task(folder, TASKS["0.6M"])
-        with running("bench.rollout_side", str(folder)) as side:
-            figures = asyncio.run(measure(side, repeats))
-    return finish("rollout", figures, repeats=repeats, loads=LOADS)
+        if not args.real:
+            write_task(folder, TASKS["0.6M"])
+        model = fetch() if args.real else folder / "model"
+        with running("bench.rollout_side", str(folder), str(model)) as side:
+            figures = asyncio.run(measure(side, loads, prompts, args.repeats))
+    return finish("rollout", figures, repeats=args.repeats, loads=loads)
 
 
-async def measure(side: Side, repeats: int) -> list[Figure]:
+async def measure(
+    side: Side, loads: Mapping[int, Sequence[int]], prompts: Prompts, repeats: int
+) -> list[Figure]:
     url = await asyncio.to_thread(side.told)
     transport = CountingTransport()
     figures: list[Figure] = []
     async with Client("rollout", url, binary=True, transport=transport) as client:
-        await over_http(client, 8, 64)  # the first requests of an engine are slow
-        for num_tokens, counts in LOADS.items():
+        await over_http(client, prompts.take(8), 64)  # the first requests of an engine are slow
+        for num_tokens, counts in loads.items():
             for num_groups in counts:
                 transport.num_bytes = 0
-                found = await compare(side, client, num_groups, num_tokens, repeats)
+                found = await compare(side, client, prompts, num_groups, num_tokens, repeats)
                 tokens = sum(one.num_tokens for one in found["/generate"])
                 label = f"{num_groups} group{'s' * (num_groups > 1)} of 8 x {num_tokens} tokens"
-                figures += figures_of(label, found, transport.num_bytes / tokens)
+                if prompts is REAL_PROMPTS:
+                    figures += products(label, found, prompts.num_tokens / 8 / num_tokens)
+                else:
+                    wire_bytes = transport.num_bytes / tokens
+                    name = f"{label}: wire bytes per token"
+                    figures.append(Figure(name, wire_bytes, "B", MOST_BYTES, "max"))
+                figures += figures_of(label, found)
     return figures
 
 
 async def compare(
-    side: Side, client: Client, num_groups: int, num_tokens: int, repeats: int
+    side: Side,
+    client: Client,
+    prompts: Prompts,
+    num_groups: int,
+    num_tokens: int,
+    repeats: int,
 ) -> dict[str, list[Measurement]]:
     """Returns what was measured of both, by name, once per repeat."""
     ways = {
-        "/generate": lambda: over_http(client, num_groups, num_tokens),
-        "vLLM": lambda: directly(side, num_groups, num_tokens),
+        "/generate": lambda: over_http(client, prompts.take(num_groups), num_tokens),
+        "vLLM": lambda: directly(side, prompts.take(num_groups), num_tokens),
     }
     rounds = max(LEAST_TOKENS // (num_groups * 8 * num_tokens), 1)
     found: dict[str, list[Measurement]] = {name: [] for name in ways}
@@ -116,12 +162,23 @@ async def compare(
     return found
 
 
-def figures_of(label: str, found: dict[str, list[Measurement]], wire_bytes: float) -> list[Figure]:
+def products(label: str, found: dict[str, list[Measurement]], prompts_share: float) -> list[Figure]:
+    """Returns the seconds of the products of the real model's weights with each completion's
+    tokens, and with its share of the prompt, in those that sampling takes: 2 operations per token
+    and weight."""
+    rate = product_rate(192, hidden_size=576, intermediate_size=1536)
+    least = 2 * NUM_PARAMETERS * (1 + prompts_share) / rate
+    return [
+        repeated(f"{label}: products alone, to {name}", [least * one.rate for one in of], "")
+        for name, of in found.items()
+    ]
+
+
+def figures_of(label: str, found: dict[str, list[Measurement]]) -> list[Figure]:
     rates = {name: [one.rate for one in of] for name, of in found.items()}
     to_vllm = ratios(rates["/generate"], rates["vLLM"])
     return [
         repeated(f"{label}: tokens per second, to vLLM", to_vllm, "x", 0.95),
-        Figure(f"{label}: wire bytes per token", wire_bytes, "B", MOST_BYTES, "max"),
         *[repeated(f"{label}: {name}", of, "/s") for name, of in rates.items()],
         *[
             repeated(f"{label}: {name}, CPU time per token", [one.cpu_us for one in of], "us")
@@ -136,16 +193,15 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def over_http(client: Client, num_groups: int, num_tokens: int) -> tuple[int, float]:
+async def over_http(client: Client, prompts: list[list[int]], num_tokens: int) -> tuple[int, float]:
     """Returns the tokens and seconds of all groups, asked for at once."""
 
-    async def group(number: int) -> RolloutGroup:
-        prompt = TokenIds([*PROMPT, 4 + number % 8])
-        body = GenerateRequest(prompt_token_ids=prompt, sampling=sampling(num_tokens))
+    async def group(prompt: list[int]) -> RolloutGroup:
+        body = GenerateRequest(prompt_token_ids=TokenIds(prompt), sampling=sampling(num_tokens))
         return await client.call("POST", "/generate", body, RolloutGroup, deadline_s=600, wait_s=0)
 
     began = time.perf_counter()
-    groups = await asyncio.gather(*map(group, range(num_groups)))
+    groups = await asyncio.gather(*map(group, prompts))
     seconds = time.perf_counter() - began
     return sum(len(r.token_ids) for group in groups for r in group.rollouts), seconds
 
@@ -154,9 +210,9 @@ def sampling(num_tokens: int) -> Sampling:
     return Sampling(n=8, max_tokens=num_tokens)
 
 
-async def directly(side: Side, num_groups: int, num_tokens: int) -> tuple[int, float]:
+async def directly(side: Side, prompts: list[list[int]], num_tokens: int) -> tuple[int, float]:
     """Returns the same of vLLM alone."""
-    asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
+    asked = {"prompts": prompts, "sampling": sampling(num_tokens).model_dump()}
     measured: dict[str, Any] = await asyncio.to_thread(side.ask, asked)
     return measured["tokens"], measured["seconds"]
 

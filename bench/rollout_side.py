@@ -15,29 +15,27 @@ from bench.side import quiet, serving
 from shared.settings import Settings
 from shared.wire import ModelRequest, Sampling
 
-PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]
 
-
-async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, float]:
-    """Returns the tokens and seconds of vLLM's own `generate`, called for all groups at once."""
+async def direct(engine: Any, prompts: list[list[int]], sampling: Sampling) -> dict[str, float]:
+    """Returns the tokens and seconds of vLLM's own `generate`, called for all prompts at once."""
     from vllm.inputs.engine import TokensInput
 
     from services.rollout.on_vllm.completions import sampling_params
 
-    async def group(number: int) -> int:
+    async def group(tokens: list[int]) -> int:
         params = sampling_params(sampling)
-        prompt = TokensInput(type="token", prompt_token_ids=[*PROMPT, 4 + number % 8])
+        prompt = TokensInput(type="token", prompt_token_ids=tokens)
         last: Any = None
         async for output in engine.generate(prompt, params, f"direct-{time.monotonic_ns()}"):
             last = output
         return sum(len(completion.token_ids) for completion in last.outputs)
 
     began = time.perf_counter()
-    counts = await asyncio.gather(*map(group, range(num_groups)))
+    counts = await asyncio.gather(*map(group, prompts))
     return {"tokens": sum(counts), "seconds": time.perf_counter() - began}
 
 
-async def serve(folder: Path) -> None:
+async def serve(folder: Path, model: Path) -> None:
     from services.rollout.app import create_service
     from services.rollout.on_vllm.processes import VllmStarter
     from services.rollout.sampler import Sampler
@@ -51,17 +49,17 @@ async def serve(folder: Path) -> None:
     sampler = Sampler(VllmStarter(settings), (settings.runs_dir,), copies)
     service = create_service(settings, sampler)
     async with serving([service]) as (url,):
-        await sampler.put_model(ModelRequest(model=str(folder / "model")))
+        await sampler.put_model(ModelRequest(model=str(model), dtype="float32"))
         engine: Any = await sampler.ready_engine()
         print(json.dumps(url), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             asked = json.loads(line)
             sampling = Sampling.model_validate(asked["sampling"])
-            told = await direct(engine._llm, asked["num_groups"], sampling)
+            told = await direct(engine._llm, asked["prompts"], sampling)
             print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
     quiet()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(Path(sys.argv[1])))
+        asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))

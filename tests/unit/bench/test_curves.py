@@ -192,12 +192,13 @@ def test_a_seed_that_unlearns_misses_the_goal_of_its_side() -> None:
 
 def test_a_step_is_compared_with_the_faster_trl_of_each_repeat() -> None:
     turns = {
-        "Hone": [Turn([step(0, 1.0), step(0, 3.0)]), Turn([step(0, 2.0)])],
-        "TRL": [Turn([step(0, 6.0)]), Turn([step(0, 10.0)])],
-        "TRL with vLLM": [Turn([step(0, 8.0)]), Turn([step(0, 4.0)])],
+        "Hone": [Turn([step(0, 1.0), step(0, 3.0)], 3.0), Turn([step(0, 2.0)], 3.5)],
+        "TRL": [Turn([step(0, 6.0)], 6.0), Turn([step(0, 10.0)], 7.0)],
+        "TRL with vLLM": [Turn([step(0, 8.0)], 9.0), Turn([step(0, 4.0)], 9.0)],
     }
-    first = compare_times("sums", turns)[0]
-    assert (first.value, first.spread, first.goal) == (2.5, (2.0, 3.0), 1.5)
+    first, memory = compare_times("sums", turns)[:2]
+    assert (first.value, first.spread, first.goal) == (2.5, (2.0, 3.0), 2.5)
+    assert (memory.value, memory.ok) == (0.5, True)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_only_a_side_with_all_seeds_has_figures(tmp_path: Path) -> None:
 def test_the_times_of_a_step_are_read_again(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     assert results.times(task) == ({}, {})
-    turns = {"Hone": [Turn([step(0.5, 1.0)])]}
+    turns = {"Hone": [Turn([step(0.5, 1.0)], 3.0)]}
     results.store_times(task, turns, {"TRL": "no memory"})
     assert results.times(task) == (turns, {"TRL": "no memory"})
 

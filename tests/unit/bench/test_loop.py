@@ -20,7 +20,8 @@ TASK = replace(TASKS["0.6M"], num_prompts=2, group_size=5)
 
 def turn(seconds: list[float], **stages: float) -> Turn:
     found = dict.fromkeys(STAGES, 0.0) | stages
-    return Turn([Step(each, found, 0.5, TASK.max_tokens, TASK.num_samples) for each in seconds])
+    steps = [Step(each, found, 0.5, TASK.max_tokens, TASK.num_samples) for each in seconds]
+    return Turn(steps, peak_gib=1.0)
 
 
 def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
@@ -49,7 +50,7 @@ def test_what_is_not_a_steps_work_is_its_overhead_by_hand() -> None:
 def test_a_side_that_trained_on_fewer_completions_has_no_figure() -> None:
     equal = turn([1.0])
     check(TASK, {"Hone": [equal], "TRL": [equal]})
-    fewer = Turn([replace(equal.steps[0], num_trained=5)])
+    fewer = replace(equal, steps=[replace(equal.steps[0], num_trained=5)])
     with pytest.raises(ValueError, match="TRL trained on 5 completions of 64 tokens, expected 10"):
         check(TASK, {"Hone": [equal], "TRL": [equal, fewer]})
 
