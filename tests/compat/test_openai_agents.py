@@ -17,3 +17,14 @@ def test_an_agent_of_the_package_learns(agent_stack: AgentStack) -> None:
     found = agent_stack.learned(job, python_with("openai-agents"), "-c", "16", agent)
     assert found["eval/reward"] > found["before"] + 0.1
     assert found["conversations/forks"] == 0 and found["conversations/mean_turns"] > 1
+
+
+def test_an_agent_whose_calls_are_forced_learns(agent_stack: AgentStack) -> None:
+    text = (ROOT / "examples/openai_agent.py").read_text()
+    settings = 'ModelSettings(tool_choice="required"),\n            reset_tool_choice=False'
+    agent = agent_stack.folder / "forced_agent.py"
+    agent.write_text(text.replace("ModelSettings()", settings))
+    job = agent_stack.job("forced-agent")
+    found = agent_stack.learned(job, python_with("openai-agents"), "-c", "16", str(agent))
+    assert found["eval/reward"] > found["before"] + 0.1 and found["grad_norm"] > 1e-3
+    assert found["mismatch/logprob_diff_max"] < 1e-2, "log-probs over what a call may be"
