@@ -139,9 +139,9 @@ def _steps(given: Values, job: Translation) -> None:
 def _intervals(given: Values, job: Translation, updates: int) -> None:
     """A number below 1 is a share of `max_steps`, rounded up as in transformers. Only the strategy
     "steps" of transformers counts `save_steps`."""
-    strategy = given.get("save_strategy") or "steps"
+    strategy = given.get("save_strategy", "steps")
     strategy = getattr(strategy, "value", strategy)
-    if strategy == "no":
+    if strategy in ("no", False):  # YAML 1.1 takes no for false
         job.set("checkpoints.every", 0)
     elif strategy != "steps":
         job.refused["save_strategy"] = (
