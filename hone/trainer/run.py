@@ -15,19 +15,12 @@ from hone import stack
 from hone.async_client import NotEnded
 from hone.trainer.modes import Address
 from hone.view import Follower, columns_of
-from shared.errors import BadRequest, Failed, NotFound, Unavailable, how_to_install
+from shared.errors import BadRequest, Failed, NotFound, how_to_install
 from shared.explain import elide
 
 if TYPE_CHECKING:
-    from hone.async_client import AsyncClient
     from hone.client import Client
     from shared.wire import Event, GradedRollout, JobProgress, JobRecord, MetricsRow
-
-POLICY = "policy"
-"""What samplers call the weights that serve now."""
-
-RECENT = 100
-"""Jobs that may have had the samplers since."""
 
 
 class TrainOutput(NamedTuple):
@@ -212,39 +205,13 @@ class Run(MetricsRun):
     def chat(self, said: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
         """Returns the answer of the job's policy to a message or a conversation: the weights that
         serve now while it runs and until another job takes the samplers; an adapter for as long as
-        it is served. `sampling` are parameters of OpenAI's chat completions. Raises Unavailable if
-        the samplers have other weights."""
+        it is served. `sampling` are parameters of OpenAI's chat completions. Raises NotFound if no
+        sampler has its weights."""
         if not said or not isinstance(said, str | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"the message is {elide(said)}; expected text, or a list of messages")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-
-        async def ask(client: AsyncClient) -> str:
-            is_served = self.id in await client.models()
-            model = self.id if is_served else await _policy(client, self.id)
-            return await client.chat(model, messages, **sampling)
-
         with self.client as client:
-            return client.run(ask)
-
-
-async def _policy(client: AsyncClient, job: str) -> str:
-    """Returns the name of the serving weights. Raises Unavailable unless they are the job's."""
-    record = await client.get(job)
-    if record.status == "queued":
-        raise Unavailable(f"job {job} is queued, and no sampler has its weights yet")
-    others = [each for each in await client.list(RECENT) if each.id != job]
-    ended_at = record.finished_at or 0.0
-    since = [
-        each.id
-        for each in others
-        if each.status == "running" or (each.started_at or 0.0) > ended_at
-    ]
-    if record.status != "running" and since:
-        raise Unavailable(
-            f"job {since[0]} has the samplers since job {job} ended; `vllm serve` on its "
-            "checkpoint answers"
-        )
-    return POLICY
+            return client.chat(self.id, messages, **sampling)
 
 
 # --- what a person sees --------------------------------------------------------------------------
