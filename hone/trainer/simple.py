@@ -18,11 +18,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
+from rich.console import Console
+
 from hone.stack import check_installed, version_of
 from hone.trainer.dataset import Problems
 from hone.trainer.modes import Mode
-from hone.trainer.run import MetricsRun, TrainOutput, view_here
+from hone.trainer.run import MetricsRun, TrainOutput
 from hone.trainer.single import SAME
+from hone.view import Follower
 from shared.errors import BadRequest, Failed, how_to_install
 from shared.explain import elide
 from shared.host.processes import ending_with_parent
@@ -121,7 +124,7 @@ class SimpleRun(MetricsRun):
     def follow(self) -> TrainOutput:
         """Shows progress until the end, and returns as `wait` does. Ctrl-C ends the run."""
         try:
-            with view_here() as view:
+            with Follower(Console()) as view:
                 for event in self.events():
                     view.show(event)
         except KeyboardInterrupt:

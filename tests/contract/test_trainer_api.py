@@ -18,7 +18,6 @@ import pandas
 import pytest
 
 import hone
-from hone.trainer.run import Notebook
 from tests.support.model_folders import make_model_folder
 from tests.support.served_stack import ServedStack, served_stack
 
@@ -142,17 +141,6 @@ def test_a_job_that_does_not_succeed_raises_with_the_reason(
     run.cancel()
     with pytest.raises(hone.Failed, match="is cancelled"):
         run.follow()
-
-
-def test_a_notebook_shows_steps_and_curve_in_place(model: str, served: ServedStack) -> None:
-    run = made(model, served, eval_dataset=ROWS[:2]).train(detach=True)
-    run.wait()
-    view = Notebook()
-    for event in run.logs():
-        view.show(event)
-    html = view.html()
-    assert html.count("<tr><td>") == 2 and "held out" in html and html.count("<polyline") == 2
-    assert "step 2 of 2" in html
 
 
 class NoMethods:
