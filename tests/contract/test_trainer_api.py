@@ -207,7 +207,6 @@ def test_a_wrong_use_is_a_sentence_before_anything_is_submitted(
         (hone.Simple(3), "folder is 3; expected a folder"),  # pyright: ignore
         (hone.SingleNode("H100:2"), "takes turns on one GPU; expected one, or 'serve'"),
         (hone.SingleNode("H100", vllm_mode="both"), "vllm_mode is 'both'"),  # pyright: ignore
-        (hone.SingleNode("H100", use_vllm=False), "use_vllm is False"),
         (hone.SingleNode(None), "gpu is None; expected a GPU"),  # pyright: ignore
         (hone.Distributed("H100", "A10G", 0), "num_rollout_workers is 0; expected a whole number"),
         (hone.Distributed("H100:x", "A10G"), "actor is 'H100:x'; expected a GPU as Modal"),
