@@ -21,7 +21,7 @@ from hone.importing import trl
 from hone.importing.importing import FRAMEWORKS
 from hone.importing.table import Framework, Row
 from hone.trainer.parameters import JOINT
-from hone.trainer.single import CONVERTED, REFUSED, SAME, WITHOUT_EFFECT
+from hone.trainer.single import CONVERTED, IGNORED, REFUSED, SAME
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"
@@ -138,10 +138,7 @@ def with_parameters(page: str) -> str:
         (_names([name]), "none", f"other values than {neutral[0]!r} are refused: {why}")
         for name, (neutral, why) in REFUSED.items()
     ]
-    whys: dict[str, list[str]] = {}
-    for name, why in WITHOUT_EFFECT.items():
-        whys.setdefault(why, []).append(name)
-    rows += [(_names(names), "none", f"ignored: {why}") for why, names in whys.items()]
+    rows += [(_names(names.split()), "none", f"ignored: {why}") for why, names in IGNORED.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     head = "\n| parameter | the job's key | what differs |\n|---|---|---|\n"
     return _between(page, BEGIN_PARAMETERS, END_PARAMETERS, f"{head}{table}\n\n")

@@ -335,7 +335,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 WHOLE = (
     *("apply_chat_template_kwargs", "chat_template_kwargs", "lr_scheduler_kwargs", "columns"),
-    *("model_init_kwargs", "generation_kwargs", "template_args"),
+    *("generation_kwargs", "model_init_kwargs", "template_args"),
 )
 """Keys whose values are tables."""
 
