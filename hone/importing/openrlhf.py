@@ -45,6 +45,7 @@ OPENRLHF = t.framework(
     "OpenRLHF",
     unchanged="""
         actor.model_name_or_path|pretrain=model train.seed|seed=seed
+        data.prompt_split|prompt_split=data.train_split
         data.max_samples|max_samples=data.max_samples train.num_episodes|num_episodes=data.epochs
         rollout.batch_size|rollout_batch_size=sampling.prompts_per_step
         rollout.n_samples_per_prompt|n_samples_per_prompt=sampling.group_size
@@ -62,6 +63,7 @@ OPENRLHF = t.framework(
     converted={
         "data.prompt_dataset|prompt_data": Row("data.train", t.one_source),
         "eval.dataset|eval_dataset": Row("data.eval", t.one_source),
+        "eval.split|eval_split": Row("data.eval_split", t.where("eval.dataset")),
         "data.input_key|input_key": Row("data.columns", lambda name, _: {"prompt": name}),
         "data.max_len|max_len": Row("max_model_len", note=t.NO_RESERVE),
         "prompt_max_len": Row("max_model_len", t.plus("generate_max_len")),
@@ -122,6 +124,7 @@ OPENRLHF = t.framework(
         algo.kl.estimator=k1 actor.policy_loss_type=ppo actor.eps_clip=0.2 actor.adam.lr=1e-6
         actor.adam.betas=[0.9,0.95] actor.lr_scheduler=cosine_with_min_lr actor.min_lr_ratio=0.1
         actor.lr_warmup_ratio=0.03 ds.lora.alpha=16 ds.lora.target_modules=all-linear
-        eval.temperature=0.6 eval.n_samples_per_prompt=4 ckpt.save_steps=-1 ckpt.max_num=3""",
+        eval.split=train eval.temperature=0.6 eval.n_samples_per_prompt=4 ckpt.max_num=3
+        ckpt.save_steps=-1""",
     older="use_kl_loss=algo.kl.use_loss kl_estimator=algo.kl.estimator",
 )

@@ -232,6 +232,7 @@ KL_IN_REWARD = (
     "loss, for its own alone"
 )
 REFILLS = {True: 10, False: 0}
+"""Of a switch for sampling until every group has a signal: the most refills that a job can have."""
 
 
 def plus(key: str) -> Convert:

@@ -124,6 +124,7 @@ def test_an_openrlhf_command_becomes_a_job() -> None:
         "max_model_len": 6144,
         "data.train": "zhuzilin/dapo-math-17k",
         "data.eval": "a/b",
+        "data.eval_split": "train",
         "data.columns": {"prompt": "question"},
         "data.epochs": 1,
         "sampling.prompts_per_step": 128,
