@@ -112,11 +112,11 @@ OPENRLHF = t.framework(
         "see [wandb] and trackers": "logger.wandb.key|use_wandb=false",
     },
     ignored="""
-        ckpt.* load_checkpoint save_path ckpt_path logger.* wandb_* vllm.* vllm_num_engines
-        vllm_sync_* critic.* critic_* ref.* *.num_nodes *.num_gpus_per_node *_num_nodes
-        *_num_gpus_per_node train.colocate_* colocate_* bf16 ds.* zero_stage adam_offload
-        attn_implementation *gradient_checkpointing* packing_samples *micro_*batch_size
-        *max_tokens_per_gpu train.dynamic_batch_enable use_dynamic_batch""",
+        ckpt.* load_checkpoint save_path ckpt_path save_hf_ckpt logger.* wandb_* vllm.*
+        vllm_num_engines vllm_sync_* *_enable_sleep enforce_eager critic.* critic_* ref.*
+        *num_nodes *num_gpus_per_node train.colocate_* colocate_* bf16 ds.* zero_stage
+        adam_offload attn_implementation *gradient_checkpointing* packing_samples
+        *micro_*batch_size *max_tokens_per_gpu train.dynamic_batch_enable use_dynamic_batch""",
     defaults="""
         rollout.batch_size=1024 rollout.n_samples_per_prompt=1 train.batch_size=128
         train.num_episodes=1 train.seed=42 data.max_len=2048 data.input_key=input

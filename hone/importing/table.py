@@ -195,19 +195,19 @@ def convert(framework: Framework, given: Values) -> ImportedJob:
 def _convert_one(row: Row, name: str, values: Values, job: ImportedJob, origin: str) -> None:
     value = values[name]
     if UNRESOLVED.search(str(value)):
-        job.lacks(name, value, NOT_REPLACED)
+        job.lacks(origin, value, NOT_REPLACED)
     elif not row.here:
         if value not in row.neutral:
-            job.lacks(name, value, row.note)
+            job.lacks(origin, value, row.note)
     else:
         try:
             found = row.convert(value, values)
             several = [*found] if "," in row.here and found is not None else [found]
         except NoCounterpart as why:
-            job.lacks(name, value, str(why))
+            job.lacks(origin, value, str(why))
         except Exception:
             # the value, or another one that it is converted with, is of another kind than there
-            job.lacks(name, value, "it cannot be converted with the values beside it")
+            job.lacks(origin, value, "it cannot be converted with the values beside it")
         else:
             keys = row.here.split(",")
             for key, each in zip(keys, several, strict=False):

@@ -310,7 +310,8 @@ def test_prime_rl_s_toml_becomes_a_job(tmp_path: Path) -> None:
         "checkpoints.every": 50,
         "wandb.project": "p",
     }
-    assert found.lacking.keys() == {"trainer.loss.kl_tau", "orchestrator.train.source"}
+    by_default = "the default of trainer.loss.kl_tau"
+    assert found.lacking.keys() == {by_default, "orchestrator.train.source"}
     assert "hone.agents.verifiers" in found.lacking["orchestrator.train.source"]
     assert found.fill_in.keys() == {"data.train", "rewards"}
 
