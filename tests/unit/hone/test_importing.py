@@ -399,10 +399,8 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     assert (job.data.eval, job.data.eval_split) == ("a/d", "test")
     assert (job.evaluation.samples, job.evaluation.temperature) == (8, 1)  # as in training
     assert job.lora is not None
-    assert (job.lora.rank, job.lora.dropout, job.lora.target_modules) == (
-        *(16, 0.05),
-        ("q_proj", "v_proj"),
-    )
+    assert (job.lora.rank, job.lora.alpha, job.lora.dropout) == (16, 32, 0.05)
+    assert job.lora.target_modules == ("q_proj", "v_proj")
 
 
 def test_trl_s_targets_of_peft_and_reward_models_are_listed() -> None:
