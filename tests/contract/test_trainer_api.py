@@ -16,6 +16,8 @@ from typing import Any
 import datasets
 import pandas
 import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse
 
 import hone
 from tests.support.model_folders import make_model_folder
@@ -141,6 +143,31 @@ def test_a_job_that_does_not_succeed_raises_with_the_reason(
     run.cancel()
     with pytest.raises(hone.Failed, match="is cancelled"):
         run.follow()
+
+
+def test_a_run_is_asked_while_the_samplers_have_its_weights(
+    model: str, served: ServedStack
+) -> None:
+    app = served.fakes.service("rollout").app
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": "policy"}]})
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request) -> JSONResponse:
+        asked = await request.json()
+        said = f"{asked['model']}: {asked['messages'][0]['content']}"
+        return JSONResponse({"choices": [{"index": 0, "message": {"content": said}}]})
+
+    run = made(model, served).train(detach=True)
+    run.wait()
+    assert run.chat("2 + 3 =", max_tokens=4) == "policy: 2 + 3 ="
+    made(model, served).train()
+    with pytest.raises(hone.NotFound, match="is not served now"):
+        run.chat("2 + 3 =")
+    with pytest.raises(hone.BadRequest, match="expected text, or a list of messages"):
+        run.chat("")
 
 
 class NoMethods:
