@@ -233,7 +233,7 @@ ALONE = (
     *("environment", "teacher", "max_staleness", "drain_before_sync", "sync_every", "weight_sync"),
     *("wandb", "trackers"),
 )
-"""Sections and keys of which TRL has no other than these."""
+"""Sections whose keys are checked, and keys of no section."""
 
 
 def check(job: Job) -> None:
