@@ -119,12 +119,11 @@ OPENRLHF = t.framework(
         *micro_*batch_size *max_tokens_per_gpu train.dynamic_batch_enable use_dynamic_batch""",
     defaults="""
         rollout.batch_size=1024 rollout.n_samples_per_prompt=1 train.batch_size=128
-        train.num_episodes=1 train.seed=42 data.max_len=2048 data.input_key=input
+        train.num_episodes=1 train.seed=42 data.max_len=2048 data.input_key=input ckpt.save_steps=-1
         algo.advantage.estimator=gae algo.kl.init_coef=0.01 algo.kl.use_loss=false
         algo.kl.estimator=k1 actor.policy_loss_type=ppo actor.eps_clip=0.2 actor.adam.lr=1e-6
         actor.adam.betas=[0.9,0.95] actor.lr_scheduler=cosine_with_min_lr actor.min_lr_ratio=0.1
         actor.lr_warmup_ratio=0.03 ds.lora.alpha=16 ds.lora.target_modules=all-linear
-        eval.split=train eval.temperature=0.6 eval.n_samples_per_prompt=4 ckpt.max_num=3
-        ckpt.save_steps=-1""",
+        eval.split=train eval.temperature=0.6 eval.n_samples_per_prompt=4 ckpt.max_num=3""",
     older="use_kl_loss=algo.kl.use_loss kl_estimator=algo.kl.estimator",
 )

@@ -87,8 +87,7 @@ def framework(
 ) -> Framework:
     """Returns a table. `unchanged` has words "their.key=our.key". `missing` has, by the reason,
     keys without a counterpart: "their.key", or "their.key=neutral" with values that change nothing,
-    by "/". A key "new|old" has a former name; `older` has words "old=new" for keys without a row.
-    """
+    by "/". A key "new|old" has a former name; `older` has "old=new" for keys without a row."""
     rows = {name: Row(here) for name, here in _pairs(unchanged)} | dict(converted)
     for why, words in missing.items():
         for name, values in _pairs(words):
@@ -176,9 +175,12 @@ REQUIRED = {
 
 def convert(framework: Framework, given: Values) -> ImportedJob:
     """Returns the job for a configuration, with the trainer's defaults where it has no value."""
-    own = {framework.older.get(name, name): given[name] for name in given}
-    own = {name: value for name, value in own.items() if value is not None}
-    values, job = framework.defaults | own, ImportedJob(framework=framework.title)
+    own, job = dict[str, Any](), ImportedJob(framework=framework.title)
+    for name, value in given.items():
+        key = framework.older.get(name, name)
+        if value is not None and own.setdefault(key, value) != value:
+            job.lacks(name, value, f"another name of {key} is {elide(own[key])}")
+    values = framework.defaults | own
     for name, row in framework.rows.items():
         if values.get(name) is not None:
             origin = name if name in own else f"the default of {name}"
@@ -227,10 +229,7 @@ OVERLONG = "set the grader `overlong`, with max_tokens, buffer_tokens and penalt
 OWN_REWARD = "write it as `reward(completions, **columns)`, or set a grader: docs/rewards.md"
 OF_STACK = "settings of the stack: HONE_TENSOR_PARALLEL_SIZE and HONE_GPU_MEMORY_UTILIZATION"
 NO_RESERVE = "a completion may take what its prompt leaves there, here sampling.max_tokens"
-KL_IN_REWARD = (
-    "in the reward a token answers for the KL of all later tokens too; training.beta is in the "
-    "loss, for its own alone"
-)
+KL_IN_REWARD = "there a token answers for the KL of later tokens too; training.beta is in the loss"
 REFILLS = {True: 10, False: 0}
 """Of a switch for sampling until every group has a signal: the most refills that a job can have."""
 

@@ -94,8 +94,7 @@ VERL = t.framework(
         t.OWN_REWARD: "reward.custom_reward_function.path|custom_reward_function.path",
         t.OVERLONG: f"""
             reward.{OVERLONG}enable|reward_model.{OVERLONG}enable=false reward.{OVERLONG}len
-            reward.{OVERLONG}penalty_factor reward_model.overlong_buffer.enable=false
-            reward_model.{OVERLONG}len reward_model.overlong_buffer.len""",
+            reward.{OVERLONG}penalty_factor reward_model.overlong_buffer.enable=false""",
         t.NO_MODEL: "reward.reward_model.enable|reward_model.enable=false",
         t.SINGLE_TURN: f"data.tool_config_path {R}multi_turn.enable=false",
         t.CRITIC: "algorithm.gamma=1 algorithm.lam=1",

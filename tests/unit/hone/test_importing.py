@@ -174,6 +174,14 @@ def test_openrlhf_s_older_names_are_the_same_keys() -> None:
     assert import_config([*words.split(), "--use_kl_loss"]).keys["training.kl"] == "k1"
 
 
+def test_of_two_names_of_one_key_the_later_is_listed() -> None:
+    words = ["openrlhf", "--rollout_batch_size", "4", "--rollout.batch_size"]
+    assert import_config([*words, "4"]).lacking.keys().isdisjoint({"rollout.batch_size"})
+    found = import_config([*words, "5"])
+    assert found.keys["sampling.prompts_per_step"] == 4
+    assert found.lacking["rollout.batch_size"] == "5: another name of rollout.batch_size is 4"
+
+
 def test_verl_s_yaml_becomes_a_job(tmp_path: Path) -> None:
     found = of(VERL, "config.yaml", tmp_path)
     assert found.keys == {
@@ -259,7 +267,7 @@ def test_verl_s_overrides_become_keys(words: str, expected: dict[str, Any]) -> N
         ("data.train_batch_size=300", "256: a step of 300 cannot be cut into equal batches of it"),
         (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "the losses here are vanilla, gspo and sapo"),
         (f"{ACTOR}.loss_agg_mode=odd", "'vanilla': expected one of seq-mean-token-mean"),
-        ("algorithm.use_kl_in_reward=true", "True: in the reward a token answers for the KL"),
+        ("algorithm.use_kl_in_reward=true", "True: there a token answers for the KL of later"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "set the grader `overlong`"),
         ("reward_model.overlong_buffer.enable=True", "set the grader `overlong`"),
         ("trainer.test_freq=-1", "-1: leave data.eval out for no evaluation"),
