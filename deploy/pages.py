@@ -13,7 +13,7 @@ import re
 import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hone.commands.explain import Explanation, find
@@ -21,7 +21,7 @@ from hone.importing import trl
 from hone.importing.importing import FRAMEWORKS
 from hone.importing.table import Framework, Row
 from hone.trainer.parameters import JOINT
-from hone.trainer.single import CONVERTED, REFUSED, SAME, WITHOUT_EFFECT
+from hone.trainer.single import CONVERTED, IGNORED, REFUSED, SAME
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"
@@ -138,10 +138,7 @@ def with_parameters(page: str) -> str:
         (_names([name]), "none", f"other values than {neutral[0]!r} are refused: {why}")
         for name, (neutral, why) in REFUSED.items()
     ]
-    whys: dict[str, list[str]] = {}
-    for name, why in WITHOUT_EFFECT.items():
-        whys.setdefault(why, []).append(name)
-    rows += [(_names(names), "none", f"ignored: {why}") for why, names in whys.items()]
+    rows += [(_names(names.split()), "none", f"ignored: {why}") for why, names in IGNORED.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     head = "\n| parameter | the job's key | what differs |\n|---|---|---|\n"
     return _between(page, BEGIN_PARAMETERS, END_PARAMETERS, f"{head}{table}\n\n")
@@ -163,11 +160,6 @@ def with_metrics(page: str) -> str:
 # --- docs/migrating.md ---------------------------------------------------------------------------
 
 MIGRATING = ROOT / "docs/migrating.md"
-HEADS = {
-    2: ("| their key | here |", "|---|---|"),
-    3: ("| their key | here | why |", "|---|---|---|"),
-}
-
 MIGRATING_BEGINNING = """# From another trainer
 
 `hone import` makes a job of a configuration of TRL, OpenRLHF, verl or prime-rl, and lists what has
@@ -184,10 +176,10 @@ its variables replaced; a variable that is left is listed. A Python script that 
 `--`.
 
 Comments before the job say which name each key had, and what differs. A value that the trainer
-has by default, and a job has not, is written too. What the user must say is a comment, "fill in":
-rewards that are code of another signature, a number that depends on the data. A key that is in no
-table below is listed as "not translated", as is a value without a counterpart. The exit code is 0
-as long as the configuration can be read.
+has by default, and a job has not, is written too. A key that every job needs and that the
+configuration does not say is a comment, "fill in". A key that is in no table below is a comment,
+"not translated", as is a value without a counterpart. The exit code is 0 as long as the
+configuration can be read.
 
 - **Batches.** TRL and prime-rl count completions, verl and a job count prompts, OpenRLHF's rollout
   batch counts prompts and its training batch completions. TRL's is multiplied by the processes:
@@ -196,8 +188,9 @@ as long as the configuration can be read.
 - **Ranges.** `clip_low` and `clip_high` are distances from 1. A trainer with one range has both.
 - **Averages.** A mean over tokens of an optimizer step is "dapo", with several minibatches "bnpo";
   a mean of sequences' means is "grpo"; a sum over a constant length is "dr_grpo".
-- **KL in the reward** becomes a part of the loss, "k3_true". In the reward a token answers for the
-  divergence of all later tokens too, in the loss for its own alone.
+- **KL in the reward** of OpenRLHF becomes a part of the loss, "k3_true". In the reward a token
+  answers for the divergence of all later tokens too, in the loss for its own alone.
+- **Rewards** that are code of another signature are yours to write: [`rewards.md`](rewards.md).
 - **Where it runs** (GPUs, memory of samplers) is a setting of the stack: `hone import` says which.
 """
 
@@ -214,37 +207,24 @@ def migrating_page() -> str:
 
 def _trainer_section(framework: Framework) -> str:
     parts = [f"## {framework.title}", *([TRL_NAMES] if framework is trl.TRL else [])]
-    parts += [_rows(2, _counterparts(framework.rows))]
-    parts += ["No counterpart, unless the value changes nothing:", _rows(3, _lacking(framework))]
-    ignored = ", ".join(f"`{name}`" for name in framework.ignored)
-    return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {ignored} |"]) + "\n"
+    rows = [f"| `{name}` | {_here(row)} | {row.note} |" for name, row in framework.rows.items()]
+    parts += [
+        "\n".join(["| their key | here | what differs, or why not |", "|---|---|---|", *rows])
+    ]
+    beside = framework.defaults.keys() - framework.rows.keys() - framework.others
+    for title, names in (
+        ("Read with these", sorted(beside)),
+        ("Not needed here", framework.ignored),
+    ):
+        listed = ", ".join(f"`{name}`" for name in names)
+        parts += [f"{title}:\n\n| names |\n|---|\n| {listed} |"]
+    return "\n\n".join(parts) + "\n"
 
 
-def _rows(width: int, rows: Iterator[tuple[str, ...]]) -> str:
-    return "\n".join(
-        [*HEADS[width], *(f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows)]
-    )
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, ...]]:
-    for name, row in rows.items():
-        if row.here:
-            here = ", ".join(f"`{key}`" for key in row.here.split(","))
-            yield f"`{name}`", here
-
-
-def _lacking(framework: Framework) -> Iterator[tuple[str, ...]]:
-    for name, row in framework.rows.items():
-        if not row.here:
-            yield f"`{name}`", _neutral(row.neutral), row.why
-
-
-def _neutral(values: tuple[object, ...]) -> str:
-    return f"none but {json.dumps(values[0])}" if values else "none"
+def _here(row: Row) -> str:
+    if row.here:
+        return ", ".join(f"`{key}`" for key in row.here.split(","))
+    return f"none but {json.dumps(row.neutral[0])}" if row.neutral else "none"
 
 
 # --- docs/versions.md ----------------------------------------------------------------------------

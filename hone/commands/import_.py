@@ -11,7 +11,7 @@ from hone.shell import Output, OutputOption, as_json, command, out, say
 from shared.errors import BadRequest
 
 if TYPE_CHECKING:
-    from hone.importing.importing import ImportResult
+    from hone.importing.table import ImportedJob
 
 
 @command
@@ -49,14 +49,12 @@ def import_(
         say(line)
 
 
-def _said(found: ImportResult, to: Path | None) -> list[str]:
+def _said(found: ImportedJob, to: Path | None) -> list[str]:
     """Returns what a person must know beside the job."""
     lines = [f"fill in {key}: {why}" for key, why in found.fill_in.items()]
-    lines += [f"the job would be refused: {fault}" for fault in found.faults]
-    lines += [f"not translated: {each.name} = {each.value!r}: {each.why}" for each in found.lacking]
-    lines += [f"a setting: {name}={value}" for name, value in found.settings.items()]
+    lines += [f"not translated: {name} = {why}" for name, why in found.lacking.items()]
     if found.ignored:
         lines.append(f"not needed here: {', '.join(found.ignored)}")
-    if not found.fill_in and not found.faults:
+    if not found.fill_in:
         lines.append(f"next: hone submit --dry-run {to or 'job.toml'}")
     return lines

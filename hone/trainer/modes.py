@@ -96,12 +96,9 @@ class SingleNode(Mode):
     GPU; "serve": the sampler has one GPU more, of the same kind."""
 
     gpu: str
-    use_vllm: bool = True
     vllm_mode: Literal["colocate", "serve"] = "colocate"
 
     def check(self, job: Job) -> None:
-        if not self.use_vllm:
-            raise BadRequest("use_vllm is False; expected True, or the mode Simple()")
         _, count = _gpu(self.gpu, "gpu")
         if self.vllm_mode not in ("colocate", "serve"):
             raise BadRequest(f"vllm_mode is {self.vllm_mode!r}; expected 'colocate' or 'serve'")

@@ -60,7 +60,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon", "epsilon_high", "delta"), _is_number, "a number"),
     (("use_lora", "use_peft"), lambda value: isinstance(value, bool), "True or False"),
     (
-        ("lr_scheduler_kwargs", "generation_kwargs", "model_init_kwargs"),
+        ("lr_scheduler_kwargs", "model_init_kwargs"),
         lambda value: isinstance(value, Mapping),
         "a dict",
     ),
@@ -93,7 +93,7 @@ def _batches(given: Values, job: Translation) -> None:
         return
     accumulated = given.get("gradient_accumulation_steps") or 1
     if "batch_size" in given or "prompts_per_step" in given:
-        job.ignored |= {name: "batch_size says it" for name in BATCHES if name in given}
+        job.ignored += [name for name in BATCHES if name in given]
         return
     group = given.get("num_generations") or given.get("group_size") or GROUP_SIZE
     per_device = given.get("per_device_train_batch_size") or PER_DEVICE
@@ -139,9 +139,9 @@ def _steps(given: Values, job: Translation) -> None:
 def _intervals(given: Values, job: Translation, updates: int) -> None:
     """A number below 1 is a share of `max_steps`, rounded up as in transformers. Only the strategy
     "steps" of transformers counts `save_steps`."""
-    strategy = given.get("save_strategy") or "steps"
+    strategy = given.get("save_strategy", "steps")
     strategy = getattr(strategy, "value", strategy)
-    if strategy == "no":
+    if strategy in ("no", False):  # YAML 1.1 takes no for false
         job.set("checkpoints.every", 0)
     elif strategy != "steps":
         job.refused["save_strategy"] = (
@@ -343,14 +343,6 @@ def _least_rate(given: Values, job: Translation) -> None:
         job.refused["lr_scheduler_kwargs"] = f"{elide(options)}; {wanted}"
 
 
-def _generation(given: Values, job: Translation) -> None:
-    for name, value in dict(given.get("generation_kwargs") or {}).items():
-        if key_of(name).startswith("sampling."):
-            set_alone(name, value, job)
-        else:
-            job.refused[f"generation_kwargs.{name}"] = f"{elide(value)} has no key of [sampling]"
-
-
 def _reports(given: Values, job: Translation) -> None:
     wanted = given.get("report_to")
     to = [wanted] if isinstance(wanted, str) else list(wanted or ())
@@ -358,16 +350,8 @@ def _reports(given: Values, job: Translation) -> None:
         job.set("wandb", {"project": given.get("project") or "hone"})
     if trackers := [name for name in to if name in get_args(TrackerName)]:
         job.set("trackers", trackers)
-    for other in to:
-        if other not in ("wandb", "none", "all", *trackers):
-            known = ", ".join(("wandb", *get_args(TrackerName)))
-            job.ignored["report_to"] = f"{other!r}; expected one of {known}"
-
-
-def _optimizer(given: Values, job: Translation) -> None:
-    name = getattr(given.get("optim"), "value", given.get("optim"))
-    if name is not None and not str(name).startswith("adamw"):
-        job.refused["optim"] = f"{name!r}; the optimizer is AdamW"
+    if not {*to} <= {"wandb", "none", "all", *trackers}:
+        job.ignored.append("report_to")
 
 
 JOINT: dict[Callable[[Values, Translation], None], tuple[tuple[str, ...], str]] = {
@@ -426,9 +410,7 @@ JOINT: dict[Callable[[Values, Translation], None], tuple[tuple[str, ...], str]] 
         "`memory.attention`",
     ),
     _least_rate: (("lr_scheduler_kwargs",), "`training.min_learning_rate`"),
-    _generation: (("generation_kwargs",), "`[sampling]`"),
     _reports: (("report_to", "project"), '`[wandb]`, where it names "wandb"; `trackers`'),
-    _optimizer: (("optim",), "none: it is AdamW"),
 }
 
 JOINT_NAMES = {name: text for names, text in JOINT.values() for name in names}
@@ -467,7 +449,7 @@ def _translate_one(name: str, value: Any, job: Translation) -> None:
         if value not in neutral:
             job.refused[name] = f"{elide(value)}: {why}"
     elif name in WITHOUT_EFFECT:
-        job.ignored[name] = WITHOUT_EFFECT[name]
+        job.ignored.append(name)
     elif name not in JOINT_NAMES and name not in SECTIONS_AND_KEYS:
         job.unknown.append(name)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -14,20 +12,13 @@ from rich.console import Console
 from hone import stack
 from hone.async_client import NotEnded
 from hone.trainer.modes import Address
-from hone.view import Follower, columns_of
-from shared.errors import BadRequest, Failed, NotFound, Unavailable, how_to_install
+from hone.view import Follower
+from shared.errors import BadRequest, Failed, NotFound, how_to_install
 from shared.explain import elide
 
 if TYPE_CHECKING:
-    from hone.async_client import AsyncClient
     from hone.client import Client
-    from shared.wire import Event, GradedRollout, JobProgress, JobRecord, MetricsRow
-
-POLICY = "policy"
-"""What samplers call the weights that serve now."""
-
-RECENT = 100
-"""Jobs that may have had the samplers since."""
+    from shared.wire import Event, GradedRollout, JobRecord, MetricsRow
 
 
 class TrainOutput(NamedTuple):
@@ -145,7 +136,7 @@ class Run(MetricsRun):
         and leaves the job running. Raises Failed for a job that has failed or was cancelled, and
         NotEnded for a paused job."""
         try:
-            with self.client as client, view_here() as view:
+            with self.client as client, Follower(Console()) as view:
                 for event in client.events(self.id, follow=True, progress=view.progress):
                     view.show(event)
         except KeyboardInterrupt:
@@ -212,159 +203,10 @@ class Run(MetricsRun):
     def chat(self, said: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
         """Returns the answer of the job's policy to a message or a conversation: the weights that
         serve now while it runs and until another job takes the samplers; an adapter for as long as
-        it is served. `sampling` are parameters of OpenAI's chat completions. Raises Unavailable if
-        the samplers have other weights."""
+        it is served. `sampling` are parameters of OpenAI's chat completions. Raises NotFound if no
+        sampler has its weights."""
         if not said or not isinstance(said, str | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"the message is {elide(said)}; expected text, or a list of messages")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-
-        async def ask(client: AsyncClient) -> str:
-            is_served = self.id in await client.models()
-            model = self.id if is_served else await _policy(client, self.id)
-            return await client.chat(model, messages, **sampling)
-
         with self.client as client:
-            return client.run(ask)
-
-
-async def _policy(client: AsyncClient, job: str) -> str:
-    """Returns the name of the serving weights. Raises Unavailable unless they are the job's."""
-    record = await client.get(job)
-    if record.status == "queued":
-        raise Unavailable(f"job {job} is queued, and no sampler has its weights yet")
-    others = [each for each in await client.list(RECENT) if each.id != job]
-    ended_at = record.finished_at or 0.0
-    since = [
-        each.id
-        for each in others
-        if each.status == "running" or (each.started_at or 0.0) > ended_at
-    ]
-    if record.status != "running" and since:
-        raise Unavailable(
-            f"job {since[0]} has the samplers since job {job} ended; `vllm serve` on its "
-            "checkpoint answers"
-        )
-    return POLICY
-
-
-# --- what a person sees --------------------------------------------------------------------------
-
-ROWS = 12
-"""Steps in the notebook's table: the newest."""
-
-WIDTH, HEIGHT = 640, 120
-MIN_UPDATE_S = 0.3
-REWARD_COLOUR, HELD_OUT_COLOUR = "#1f5fa8", "#c2410c"
-
-
-def view_here() -> Notebook | Follower:
-    """Returns the view that fits where the code runs."""
-    return Notebook() if in_notebook() else Follower(Console())
-
-
-def in_notebook() -> bool:
-    """Whether a notebook's kernel runs this code."""
-    try:
-        from IPython.core.getipython import get_ipython  # pyright: ignore
-    except ImportError:
-        return False
-    return type(get_ipython()).__name__ == "ZMQInteractiveShell"  # pyright: ignore
-
-
-class Notebook:
-    """A table in a cell's output, with the curve of the rewards."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[int, dict[str, float]]] = []
-        self._held_out: list[tuple[int, float]] = []
-        self._said: list[str] = []
-        self._doing = "submitted"
-        self._of = 0
-        self._handle: Any = None
-        self._shown_at = 0.0
-
-    def __enter__(self) -> Notebook:
-        from IPython.display import HTML, display  # pyright: ignore
-
-        self._handle = display(HTML(self.html()), display_id=True)  # pyright: ignore
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._update(now=True)
-
-    def show(self, event: Event) -> None:
-        if event.type == "step":
-            self._of = event.data["steps"]
-            self._steps.append((event.data["step"], event.data["metrics"]))
-        elif event.type == "eval" and "eval/reward" in event.data.get("metrics", {}):
-            self._held_out.append((event.data["step"], event.data["metrics"]["eval/reward"]))
-        elif event.level in ("warning", "error"):
-            self._said = [*self._said, event.message][-5:]
-        self._doing = event.message
-        self._update(now=event.type != "step")
-
-    def progress(self, told: JobProgress) -> None:
-        self._doing = told.message
-        self._update(now=False)
-
-    def _update(self, *, now: bool) -> None:
-        if self._handle is None or not (now or time.monotonic() - self._shown_at > MIN_UPDATE_S):
-            return
-        from IPython.display import HTML  # pyright: ignore
-
-        self._handle.update(HTML(self.html()))
-        self._shown_at = time.monotonic()
-
-    def html(self) -> str:
-        """Returns what the cell shows."""
-        step = self._steps[-1][0] if self._steps else 0
-        bar = f'<progress value="{step}" max="{self._of or 1}" style="width: {WIDTH}px"></progress>'
-        said = "".join(f"<div>{html.escape(line)}</div>" for line in self._said)
-        is_said = not self._of or self._doing.startswith("step ")
-        steps = "" if is_said else f"step {step} of {self._of}: "
-        return (
-            f"<div>{bar}<div>{steps}{html.escape(self._doing)}</div>{said}"
-            f"{self._curve()}{self._table()}</div>"
-        )
-
-    def _curve(self) -> str:
-        rewards = [(step, row["reward"]) for step, row in self._steps if "reward" in row]
-        lines = [(REWARD_COLOUR, "reward", rewards), (HELD_OUT_COLOUR, "held out", self._held_out)]
-        lines = [line for line in lines if line[2]]
-        if not lines:
-            return ""
-        values = [value for _, _, points in lines for _, value in points]
-        low, high = min(0.0, *values), max(1.0, *values)
-        last = max(self._of, *(step for _, _, points in lines for step, _ in points), 1)
-        drawn = "".join(_polyline(colour, points, last, low, high) for colour, _, points in lines)
-        names = " ".join(
-            f'<span style="color: {colour}">{name} {points[-1][1]:.3f}</span>'
-            for colour, name, points in lines
-        )
-        return (
-            f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="rewards by step">'
-            f"{drawn}</svg><div>{names}</div>"
-        )
-
-    def _table(self) -> str:
-        columns = columns_of(metrics for _, metrics in self._steps)
-        heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("step", *columns))
-        names = columns.values()
-        rows = "".join(_row(step, metrics, names) for step, metrics in self._steps[-ROWS:])
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-def _row(step: int, metrics: dict[str, float], names: Iterable[str]) -> str:
-    cells = (f"{metrics[name]:.4g}" if name in metrics else "" for name in names)
-    return f"<tr><td>{step}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
-def _polyline(
-    colour: str, points: Sequence[tuple[int, float]], last: int, low: float, high: float
-) -> str:
-    at = " ".join(
-        f"{step / last * (WIDTH - 4) + 2:.1f},"
-        f"{(high - value) / ((high - low) or 1) * (HEIGHT - 8) + 4:.1f}"
-        for step, value in points
-    )
-    return f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            return client.chat(self.id, messages, **sampling)

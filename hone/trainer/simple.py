@@ -18,11 +18,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
+from rich.console import Console
+
 from hone.stack import check_installed, version_of
 from hone.trainer.dataset import Problems
 from hone.trainer.modes import Mode
-from hone.trainer.run import MetricsRun, TrainOutput, view_here
+from hone.trainer.run import MetricsRun, TrainOutput
 from hone.trainer.single import SAME
+from hone.view import Follower
 from shared.errors import BadRequest, Failed, how_to_install
 from shared.explain import elide
 from shared.host.processes import ending_with_parent
@@ -121,7 +124,7 @@ class SimpleRun(MetricsRun):
     def follow(self) -> TrainOutput:
         """Shows progress until the end, and returns as `wait` does. Ctrl-C ends the run."""
         try:
-            with view_here() as view:
+            with Follower(Console()) as view:
                 for event in self.events():
                     view.show(event)
         except KeyboardInterrupt:
@@ -198,58 +201,51 @@ NAMES = (
 )
 """Names of the table `SAME` that TRL has too."""
 
-ITSELF = "the model that is trained samples, in the same process"
+TAKEN = frozenset(
+    {
+        *(SAME[name] for name in NAMES),
+        *("sampling.prompts_per_step", "sampling.top_p", "sampling.top_k", "sampling.min_p"),
+        *("training.epochs", "training.minibatches", "training.clip_low", "training.clip_high"),
+        *("training.min_learning_rate", "training.schedule", "training.warmup_steps"),
+        *("advantages.std", "advantages.combine"),
+        *("correction.sequence_ratio", "correction.low", "correction.high"),  # of a method
+        "correction.truncated_sampling",
+    }
+)
+"""Keys that TRL has, or that say nothing where the same process samples and trains."""
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "environment": ((None,), "this mode samples one answer for a prompt"),
-    "teacher": ((None,), "TRL's GRPO has no teacher"),
-    "max_staleness": ((0,), ITSELF),
-    "drain_before_sync": ((False,), ITSELF),
-    "weight_sync": (("auto",), ITSELF),
-    "sync_every": ((1,), ITSELF),
-    "sampling.stop": (((),), "a completion ends at the model's own end tokens"),
-    "sampling.stop_token_ids": (((),), "a completion ends at the model's own end tokens"),
-    "sampling.overlong_prompts": (("error",), "TRL leaves out and cuts no prompts"),
-    "sampling.repeatable": ((False,), "TRL seeds a run, not each completion"),
-    "sampling.keep_prefixes": ((False,), ITSELF),
-    "sampling.refills": ((0,), "TRL replaces no groups"),
-    "difficulty.skip_right": ((0,), "TRL skips no problems"),
-    "difficulty.skip_wrong": ((0,), "TRL skips no problems"),
-    "advantages.baseline": (("mean",), "TRL's baseline is the mean of the group"),
-    "advantages.credit": (("episode",), "TRL gives all tokens of a completion one advantage"),
-    "warmup.steps": ((0,), "each step of TRL's GRPO samples"),
-    "training.objective": (("rl",), "TRL's GRPO learns from rewards"),
-    "training.start_from": ((None,), "TRL begins with the model; name the checkpoint as model"),
+VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.loss": (
         ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"),
         'TRL has it as loss "grpo" with importance "sequence"',
     ),
-    "training.max_log_ratio": ((20.0,), "TRL does not clamp the ratio's logarithm"),
     "training.kl": (("k3", "k3_true"), "TRL estimates the divergence by these"),
-    "training.on_nonfinite": (("stop",), "TRL takes the step in any case, and the run then stops"),
     "training.dtype": (
         ("auto", "float32"),
         'TRL would keep the weights themselves in it, which "auto" does not',
     ),
-    "correction.method": (("auto", "none"), ITSELF),
-    "correction.ratio_base": (("trainer",), ITSELF),
-    "stop.target": ((None,), "TRL trains all steps"),
-    "stop.max_tokens": ((None,), "TRL trains all steps"),
-    "stop.max_hours": ((None,), "TRL trains all steps"),
-    "stop.max_cost": ((None,), "TRL trains all steps"),
-    "wandb": ((None,), "metrics.jsonl of the run folder has all metrics"),
-    "trackers": (((),), "metrics.jsonl of the run folder has all metrics"),
+    "correction.method": (("auto", "none"), "the model that is trained samples, in one process"),
 }
-"""Keys that TRL has no parameter for: the values that it can have, and why no others."""
+"""Keys that TRL has with some values: which, and why no others."""
+
+SECTIONS = ("sampling", "difficulty", "advantages", "training", "warmup", "correction", "stop")
+ALONE = (
+    *("environment", "teacher", "max_staleness", "drain_before_sync", "sync_every", "weight_sync"),
+    *("wandb", "trackers"),
+)
+"""Sections whose keys are checked, and keys of no section."""
 
 
 def check(job: Job) -> None:
     """Raises BadRequest with a sentence for each key that TRL has no parameter for."""
-    faults = [
-        f"{key} is {elide(value)}, expected {' or '.join(map(repr, allowed))}: {why}"
-        for key, (allowed, why) in REFUSED.items()
-        if (value := attrgetter(key)(job)) not in allowed
-    ]
+    usual, faults = Job.model_construct(), list[str]()
+    inside = (f"{name}.{key}" for name in SECTIONS for key in type(getattr(job, name)).model_fields)
+    for key in (key for key in (*ALONE, *inside) if key not in TAKEN):
+        by_default = (attrgetter(key)(usual),)
+        allowed, why = VALUES.get(key, (by_default, "TRL has no parameter for it"))
+        if (value := attrgetter(key)(job)) not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            faults.append(f"{key} is {elide(value)}, expected {wanted}: {why}")
     if faults := [*faults, *_faults(job)]:
         raise BadRequest(f"TRL cannot run the job {job.name!r}: {'; '.join(faults)}")
 

@@ -1,8 +1,8 @@
 """Names that people use for GRPO, TRL's above all, each with the key that it becomes alone, and the
 names of transformers' TrainingArguments, GRPOConfig and GRPOTrainer without a key, and why.
 
-`REFUSED` would change what is learned: only their neutral value is accepted. `WITHOUT_EFFECT` say
-how another trainer works inside."""
+`REFUSED` would change what is learned: only their neutral value is accepted. `IGNORED` say how
+another trainer works inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Translation:
     """A job's keys, nested as in its file, and what became of the names that have none."""
 
     job: dict[str, Any] = field(default_factory=dict[str, Any])
-    ignored: dict[str, str] = field(default_factory=dict[str, str])
+    ignored: list[str] = field(default_factory=list[str])
     refused: dict[str, str] = field(default_factory=dict[str, str])
     unknown: list[str] = field(default_factory=list[str])
 
@@ -151,8 +151,12 @@ def set_alone(name: str, value: Any, job: Translation) -> None:
 # --- names without a key -------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "optim": (
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit"),
+        "the optimizer is AdamW",
+    ),
+    "generation_kwargs": ((None, {}), "set them in [sampling]"),
     "optim_target_modules": ((None,), "the optimizer is AdamW, for all trained weights"),
-    "prediction_loss_only": ((False,), "evaluations always say their rewards"),
     "full_determinism": ((False,), "see sampling.repeatable, and `seed`"),
     "dataloader_in_order": ((True,), "see data.shuffle"),
     "train_sampling_strategy": (("random",), "see data.shuffle"),
@@ -160,8 +164,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "metric_for_best_model": ((None,), "see checkpoints.keep_best and stop.metric"),
     "greater_is_better": ((None, True), "of the metrics of evaluations more is better"),
     "max_tool_calling_iterations": ((None,), "a job samples one completion for a prompt"),
-    "use_cache": ((False,), "training needs no cache of keys and values"),
-    "save_only_model": ((False,), "every checkpoint can be resumed from"),
     "repetition_penalty": ((1.0,), "the trainer's log-probs would not be the sampler's"),
     "top_entropy_quantile": ((1.0,), "all tokens are trained"),
     "entropy_coef": ((0, 0.0), "there is no entropy bonus; training.clip_high keeps entropy up"),
@@ -198,92 +200,50 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Name, its neutral values, and why it has no key."""
 
-WITHOUT_EFFECT: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("average_tokens_across_devices", "tf32", "torch_compile", "torch_compile_backend"),
-            *("torch_compile_mode", "use_cpu", "accelerator_config", "parallelism_config"),
-            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-            *("ddp_static_graph", "ddp_timeout", "local_rank", "torch_empty_cache_steps"),
-            *("auto_find_batch_size", "gradient_checkpointing_kwargs", "enable_jit_checkpoint"),
-        ),
-        "where and how it runs is a setting of the stack, or in [memory]",
-    ),
-    **dict.fromkeys(
-        ("use_liger_kernel", "liger_kernel_config"),
-        "the trainer computes log-probs in tiles; all logits never exist",
-    ),
-    **dict.fromkeys(
-        (
-            *("log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
-            *("log_level", "log_level_replica", "trackio_space_id", "trackio_bucket_id"),
-            *("trackio_static_space_id", "log_multimodal", "num_completions_to_print"),
-            *("log_unique_prompts", "log_completions_hub_repo", "skip_memory_metrics", "debug"),
-        ),
-        "metrics and completions of every step are in the run folder",
-    ),
-    **dict.fromkeys(
-        (
-            *("output_dir", "save_on_each_node", "hub_token", "hub_private_repo"),
-            *("hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "push_to_hub"),
-        ),
-        "checkpoints are in the run folder; `hone download` fetches one, `hf upload` pushes it",
-    ),
-    **dict.fromkeys(
-        (
-            *("bf16_full_eval", "fp16_full_eval", "eval_do_concat_batches"),
-            *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
-            *("batch_eval_metrics", "dataloader_drop_last", "dataloader_persistent_workers"),
-            *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-            *("label_names", "length_column_name", "per_device_eval_batch_size"),
-            *("dataloader_num_workers", "dataloader_pin_memory"),
-        ),
-        "evaluation and data are batched by the services",
-    ),
-    **dict.fromkeys(
-        ("eval_strategy", "eval_on_start"),
-        "a job with data.eval evaluates before training, every evaluation.every steps and at the "
-        "end",
-    ),
-    **dict.fromkeys(
-        ("ignore_data_skip", "restore_callback_states_from_checkpoint"),
-        "a job resumes automatically, with the rows that are left",
-    ),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        'belongs to the loss "vespo", which there is not',
-    ),
-    **dict.fromkeys(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        "belongs to the entropy bonus, which there is not",
-    ),
-    **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "belongs to sync_ref_model"),
-    **dict.fromkeys(
-        (
-            *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
-            *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_group_port"),
-        ),
-        "sampling is always by vLLM; its place and size are settings of the stack",
-    ),
-    **dict.fromkeys(
-        (
-            *("do_train", "do_eval", "do_predict", "pad_to_multiple_of", "cache_implementation"),
-            *("use_transformers_continuous_batching", "use_transformers_paged"),
-            *("transformers_continuous_batching_config", "remove_unused_columns"),
-            *("disable_tqdm", "ds3_gather_for_generation"),
-        ),
-        "how TRL works inside",
-    ),
-    **dict.fromkeys(
-        ("logging_steps", "logging_strategy", "logging_first_step", "log_completions"),
-        "every step is logged, with its completions",
-    ),
-    **dict.fromkeys(
-        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
-        "the stack knows its samplers",
-    ),
-    **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "ddp_backend", "optim_args"),
-        "the trainer is DeepSpeed ZeRO-2; see [memory]",
-    ),
+IGNORED: dict[str, str] = {
+    "where and how it runs is a setting of the stack, or in [memory]": """
+        average_tokens_across_devices tf32 torch_compile torch_compile_backend torch_compile_mode
+        use_cpu accelerator_config parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb
+        ddp_broadcast_buffers ddp_static_graph ddp_timeout local_rank torch_empty_cache_steps
+        auto_find_batch_size gradient_checkpointing_kwargs enable_jit_checkpoint""",
+    "the trainer computes log-probs in tiles; all logits never exist": """
+        use_liger_kernel liger_kernel_config""",
+    "metrics and completions of every step are in the run folder": """
+        log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
+        log_level_replica trackio_space_id trackio_bucket_id trackio_static_space_id log_multimodal
+        num_completions_to_print log_unique_prompts log_completions_hub_repo skip_memory_metrics
+        debug prediction_loss_only""",
+    "checkpoints are in the run folder; `hone download` fetches one, `hf upload` pushes it": """
+        output_dir save_on_each_node hub_token hub_private_repo hub_model_id hub_strategy
+        hub_always_push hub_revision push_to_hub save_only_model""",
+    "evaluation and data are batched by the services": """
+        bf16_full_eval fp16_full_eval eval_do_concat_batches eval_use_gather_object
+        eval_accumulation_steps include_for_metrics batch_eval_metrics dataloader_drop_last
+        dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
+        label_names length_column_name per_device_eval_batch_size dataloader_num_workers
+        dataloader_pin_memory""",
+    "a job with data.eval evaluates before training, every evaluation.every steps, and last": """
+        eval_strategy eval_on_start""",
+    "a job resumes automatically, with the rows that are left": """
+        ignore_data_skip restore_callback_states_from_checkpoint""",
+    'belongs to what a job has not: the loss "vespo", an entropy bonus, sync_ref_model': """
+        vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_min entropy_coef_max
+        entropy_coef_delta entropy_target ref_model_mixup_alpha ref_model_sync_steps""",
+    "sampling is always by vLLM; its place and size are settings of the stack": """
+        use_vllm vllm_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_model_impl
+        vllm_enable_sleep_mode vllm_group_port""",
+    "how TRL works inside": """
+        do_train do_eval do_predict pad_to_multiple_of cache_implementation
+        use_transformers_continuous_batching use_transformers_paged
+        transformers_continuous_batching_config remove_unused_columns disable_tqdm
+        ds3_gather_for_generation use_cache""",
+    "every step is logged, with its completions": """
+        logging_steps logging_strategy logging_first_step log_completions""",
+    "the stack knows its samplers": """
+        vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout""",
+    "the trainer is DeepSpeed ZeRO-2; see [memory]": """
+        deepspeed fsdp fsdp_config ddp_backend optim_args""",
 }
+"""By the reason, the names that change nothing of what is learned, and have no key."""
+
+WITHOUT_EFFECT = frozenset(name for names in IGNORED.values() for name in names.split())

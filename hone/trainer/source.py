@@ -138,7 +138,7 @@ class _Module:
                 )
         part = f"part of the reward {self._name!r}"
         for module, line in found.imports():
-            if _is_user_module(module):
+            if _file_of(module) and not _is_installed(module):
                 raise BadRequest(
                     f"{own!r}, {part}, imports {module!r} in line {line}, a file of your own, "
                     "which the reward service does not have; expected functions imported by name "
@@ -256,11 +256,12 @@ def _functions_in(value: Any) -> list[types.FunctionType]:
     members = [getattr(member, "__func__", member) for member in own]
     members += [member.fget for member in members if isinstance(member, property)]
     plain = [inspect.unwrap(member) for member in members if callable(member)]
-    return [
+    written = [
         member
         for member in plain
         if isinstance(member, types.FunctionType) and member.__module__ == value.__module__
     ]
+    return [each for each in written if each.__code__.co_filename != "<string>"]  # of a dataclass
 
 
 def _free_names(code: types.CodeType, *, is_module: bool) -> Iterator[str]:
@@ -296,11 +297,7 @@ def _function_node(function: Any) -> tuple[ast.AST | None, list[str]]:
 
 def _class_node(kind: type) -> tuple[ast.AST | None, list[str]]:
     functions = _functions_in(kind)
-    file = (
-        functions[0].__code__.co_filename
-        if functions
-        else _file_of(sys.modules.get(kind.__module__))
-    )
+    file = functions[0].__code__.co_filename if functions else _file_of(kind.__module__)
     tree, lines = _tree(file)
     found = [
         node
@@ -364,9 +361,9 @@ def _as_import(name: str, value: Any, user: str, package: str) -> str | None:
     if isinstance(value, types.ModuleType):
         if _top(value.__name__) == package or not _is_installed(value.__name__):
             raise BadRequest(
-                f"{user} uses the module {name!r}, a file of your own ({_file_of(value)}), which "
-                "the reward service does not have; expected functions imported by name (from "
-                f"{value.__name__} import ...)"
+                f"{user} uses the module {name!r}, a file of your own "
+                f"({_file_of(value.__name__)}), which the reward service does not have; expected "
+                f"functions imported by name (from {value.__name__} import ...)"
             )
         return f"import {value.__name__} as {name}\n"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -394,8 +391,7 @@ def _is_installed(module: str) -> bool:
     top = _top(module)
     if top in sys.stdlib_module_names or module in SANDBOX_NAMES:
         return top != "__main__"
-    file = _file_of(sys.modules.get(module) or sys.modules.get(top))
-    return any(folder in Path(file).parents for folder in _package_folders())
+    return any(folder in Path(_file_of(module)).parents for folder in _package_folders())
 
 
 def _package_folders() -> list[Path]:
@@ -403,59 +399,38 @@ def _package_folders() -> list[Path]:
     return [Path(folder) for folder in folders]
 
 
-def _is_user_module(module: str) -> bool:
-    """Whether a module, imported or not, is a file of the user's own."""
-    top = _top(module)
-    if top in sys.modules or top in sys.stdlib_module_names:
-        return not _is_installed(module)
-    spec = importlib.util.find_spec(top)
-    if spec is None or not spec.origin:
-        return False
-    return not any(folder in Path(spec.origin).parents for folder in _package_folders())
-
-
-def _file_of(module: Any) -> str:
-    return str(getattr(module, "__file__", None) or "")
+def _file_of(module: str) -> str:
+    """Returns the file of a module, imported or not; empty if there is none."""
+    loaded = sys.modules.get(module) or sys.modules.get(_top(module))
+    if loaded is not None:
+        return str(getattr(loaded, "__file__", None) or "")
+    spec = importlib.util.find_spec(_top(module))
+    return str((spec and spec.origin) or "")
 
 
 def callable_source(instance: Any, name: str) -> str:
     """Returns the text of a module that defines `name` as what calling `instance` does. Raises
     BadRequest if an attribute is no plain data."""
-    kind = instance.__class__
-    attributes = _attributes(instance, name, "__call__")
-    whole = source_of(kind, kind.__name__)
-    made = f"_{name}"
-    held = "".join(f"{made}.__dict__[{key!r}] = {text}\n" for key, text in attributes.items())
-    return f"{whole}\n{made} = object.__new__({kind.__name__})\n{held}{name} = {made}.__call__\n"
+    return f"{instance_source(instance, name, '__call__')}\n{name} = {name}().__call__\n"
 
 
-def instance_source(instance: Any, name: str) -> str:
+def instance_source(instance: Any, name: str, method: str = "score or score_batch") -> str:
     """Returns the text of a module that defines `name` as a class without arguments, whose
-    instances have what `instance` has. Raises BadRequest if an attribute is no plain data."""
-    kind, attributes = instance.__class__, _attributes(instance, name, "score or score_batch")
-    whole = source_of(kind, kind.__name__)
-    if not attributes:
-        return whole
-    lines = [f"        self.{key} = {text}" for key, text in attributes.items()]
-    own = f"_{kind.__name__}"
-    return (
-        f"{whole}\n{own} = {kind.__name__}\n\n\nclass {name}({own}):\n"
-        + "    def __init__(self):\n"
-        + "\n".join(lines)
-        + "\n"
-    )
-
-
-def _attributes(instance: Any, name: str, method: str) -> dict[str, str]:
-    """Returns the expression of each attribute. Raises BadRequest for one that is no plain data."""
+    instances have what `instance` has. Raises BadRequest if an attribute is no plain data; it could
+    be made in `method` instead."""
+    kind = instance.__class__
     held = cast(dict[str, Any], getattr(instance, "__dict__", {}))
-    attributes = {key: literal_of(value) for key, value in held.items()}
-    if bad := next((key for key, text in attributes.items() if text is None), None):
+    if bad := next((key for key, value in held.items() if literal_of(value) is None), None):
         raise BadRequest(
             f"the reward {name!r}: its attribute {bad!r} is {described(held[bad])}, "
             f"which cannot be sent; expected plain data, and other objects made in {method}"
         )
-    return {key: text for key, text in attributes.items() if text is not None}
+    base = f"_{kind.__name__}"
+    return (
+        f"{source_of(kind, kind.__name__)}\n{base} = {kind.__name__}\n\n\n"
+        f"class {name}({base}):\n    def __init__(self):\n"
+        f"        self.__dict__.update({literal_of(held)})\n"
+    )
 
 
 # --- plain data as text --------------------------------------------------------------------------

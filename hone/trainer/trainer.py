@@ -99,7 +99,6 @@ class Trainer:
         check_groups(job)
         self._assign(job, mode, sources, packages_of(reward_funcs))
         self.output_dir = folder
-        self.ignored = translation.ignored
 
     def _assign(
         self,
@@ -112,7 +111,6 @@ class Trainer:
         self.mode = _checked(Local() if mode is None else mode)
         self.mode.check(job)
         self.output_dir: Path | None = None
-        self.ignored: dict[str, str] = {}
         self.run: Run | SimpleRun | None = None
         self._sources = sources
         self._packages = packages

@@ -16,9 +16,10 @@ from typing import Any
 import datasets
 import pandas
 import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse
 
 import hone
-from hone.trainer.run import Notebook
 from tests.support.model_folders import make_model_folder
 from tests.support.served_stack import ServedStack, served_stack
 
@@ -144,15 +145,29 @@ def test_a_job_that_does_not_succeed_raises_with_the_reason(
         run.follow()
 
 
-def test_a_notebook_shows_steps_and_curve_in_place(model: str, served: ServedStack) -> None:
-    run = made(model, served, eval_dataset=ROWS[:2]).train(detach=True)
+def test_a_run_is_asked_while_the_samplers_have_its_weights(
+    model: str, served: ServedStack
+) -> None:
+    app = served.fakes.service("rollout").app
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": "policy"}]})
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request) -> JSONResponse:
+        asked = await request.json()
+        said = f"{asked['model']}: {asked['messages'][0]['content']}"
+        return JSONResponse({"choices": [{"index": 0, "message": {"content": said}}]})
+
+    run = made(model, served).train(detach=True)
     run.wait()
-    view = Notebook()
-    for event in run.logs():
-        view.show(event)
-    html = view.html()
-    assert html.count("<tr><td>") == 2 and "held out" in html and html.count("<polyline") == 2
-    assert "step 2 of 2" in html
+    assert run.chat("2 + 3 =", max_tokens=4) == "policy: 2 + 3 ="
+    made(model, served).train()
+    with pytest.raises(hone.NotFound, match="is not served now"):
+        run.chat("2 + 3 =")
+    with pytest.raises(hone.BadRequest, match="expected text, or a list of messages"):
+        run.chat("")
 
 
 class NoMethods:
@@ -219,7 +234,6 @@ def test_a_wrong_use_is_a_sentence_before_anything_is_submitted(
         (hone.Simple(3), "folder is 3; expected a folder"),  # pyright: ignore
         (hone.SingleNode("H100:2"), "takes turns on one GPU; expected one, or 'serve'"),
         (hone.SingleNode("H100", vllm_mode="both"), "vllm_mode is 'both'"),  # pyright: ignore
-        (hone.SingleNode("H100", use_vllm=False), "use_vllm is False"),
         (hone.SingleNode(None), "gpu is None; expected a GPU"),  # pyright: ignore
         (hone.Distributed("H100", "A10G", 0), "num_rollout_workers is 0; expected a whole number"),
         (hone.Distributed("H100:x", "A10G"), "actor is 'H100:x'; expected a GPU as Modal"),

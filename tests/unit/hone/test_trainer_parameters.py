@@ -101,7 +101,7 @@ def test_other_values_become_the_keys_values() -> None:
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.5,
         model_init_kwargs={"torch_dtype": "bfloat16", "revision": "abc"},
-        generation_kwargs={"stop": ["\n"], "top_k": -1},
+        top_k=-1,
         report_to=["wandb", "tensorboard", "trackio"],
         weight_sync_method="disk",
     )
@@ -110,7 +110,7 @@ def test_other_values_become_the_keys_values() -> None:
     assert (job.training.beta, job.training.kl) == (0.04, "k3_true")
     assert (job.correction.method, job.correction.high) == ("token_tis", 2.5)
     assert (job.training.dtype, job.model_revision) == ("bfloat16", "abc")
-    assert (job.sampling.stop, job.sampling.top_k, job.weight_sync) == (("\n",), 0, "disk")
+    assert (job.sampling.top_k, job.weight_sync) == (0, "disk")
     assert job.wandb and job.wandb.project == "hone"
     assert job.trackers == ("tensorboard", "trackio")
 
@@ -182,7 +182,7 @@ def test_a_section_of_the_job_goes_over_other_names() -> None:
         ({"max_steps": 2.5}, "max_steps is 2.5; expected a whole number"),
         ({"per_device_train_batch_size": 0}, "is 0; expected a whole number from 1 on"),
         ({"warmup_ratio": 2}, "warmup_ratio is 2; expected a share from 0 to 1"),
-        ({"generation_kwargs": "x"}, "generation_kwargs is 'x'; expected a dict"),
+        ({"model_init_kwargs": "x"}, "model_init_kwargs is 'x'; expected a dict"),
         ({"lr_scheduler_kwargs": {"min_lr_rate": "x"}}, "'x'}; expected the number min_lr or"),
         ({"peft_config": {"r": 8}}, "peft_config is {'r': 8}; expected a peft.LoraConfig"),
         ({"use_lora": "no"}, "use_lora is 'no'; expected True or False"),
@@ -200,9 +200,9 @@ def test_a_section_of_the_job_goes_over_other_names() -> None:
         ({"delta": 1.1, "epsilon": 0.2}, "delta is 1.1; expected 1 \\+ epsilon_high or more"),
         ({"warmup_ratio": 0.1, "num_train_epochs": 1}, "expected warmup_steps, or max_steps"),
         ({"peft_config": Adapter(use_dora=True)}, "peft_config.use_dora is True; expected False"),
-        ({"optim": "lion"}, "optim is 'lion'; the optimizer is AdamW"),
+        ({"optim": "lion"}, "optim is 'lion': the optimizer is AdamW"),
         ({"fp16": True}, "fp16 is True: training.dtype is"),
-        ({"generation_kwargs": {"beams": 2}}, "generation_kwargs.beams is 2 has no key"),
+        ({"generation_kwargs": {"beams": 2}}, "generation_kwargs is {'beams': 2}: set them in"),
     ],
 )
 def test_a_wrong_parameter_is_a_sentence(given: dict[str, Any], sentence: str) -> None:

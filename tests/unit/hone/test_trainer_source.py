@@ -8,6 +8,7 @@ import inspect
 import linecache
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def alone(text: str) -> dict[str, Any]:
-    scope: dict[str, Any] = {"__name__": "reward_functions"}
-    exec(compile(text, "rewards.py", "exec", dont_inherit=True), scope)
-    return scope
+    module = types.ModuleType("reward_functions")
+    sys.modules[module.__name__] = module  # as in the sandbox
+    exec(compile(text, "rewards.py", "exec", dont_inherit=True), vars(module))
+    return vars(module)
 
 
 @pytest.mark.parametrize(
@@ -278,11 +280,12 @@ def test_a_secret_that_a_reward_closes_over_is_refused_and_not_shown(
 
 CALLABLES = """
 import asyncio
+import dataclasses
 
 
+@dataclasses.dataclass(frozen=True)
 class Above:
-    def __init__(self, least):
-        self.least = least
+    least: int
 
     def __call__(self, completions, answer, **columns):
         return [float(len(text) > self.least) for text in completions]
@@ -329,7 +332,7 @@ def test_an_object_that_can_be_called_is_sent_with_its_attributes(callables: Any
 
 
 def test_an_import_of_a_file_beside_the_script_is_refused_with_its_line(callables: Any) -> None:
-    with pytest.raises(BadRequest, match="imports 'beside' in line 20, a file of your own"):
+    with pytest.raises(BadRequest, match="imports 'beside' in line 21, a file of your own"):
         rewards_of(callables.imports_a_file, None)
     (table,) = rewards_of(callables.uses_json, None)
     assert alone(table["source"])["uses_json"](["1.5"]) == [1.5]
