@@ -11,8 +11,8 @@ Shared by several graders:
 
     reasoning.py     what of a completion is its reasoning, and what is the answer
     programs.py      where the program is in a completion, and what its end means
-    expressions.py   expressions that are evaluated and never run; which values are equal
-    codec.py         plain data of a program, as text and back
+    expressions.py   expressions that are evaluated and never run
+    codec.py         plain data of a program, as text and back; which values are equal
     templates.py     OpenAI's templates
     judging.py       asking a language model; judge_client.py the endpoint and its replies
     answers/         what a final answer is, and whether two are the same

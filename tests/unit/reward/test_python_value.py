@@ -12,7 +12,7 @@ import pytest
 from services.reward.graders.python_value import breach
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller, VerdictCache
-from services.reward.grading.expressions import same
+from services.reward.grading.codec import same
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.job import RewardSpec
