@@ -2,8 +2,8 @@
 
     registry.py      what a grader is, and the table of them
     scoring.py       READ FIRST: a request's items and rewards -> scores
-    calling.py       one grader and its items: how many at a time, until when; verdicts by content;
-                     what a completion gets that made its grader fail
+    calling.py       one grader and its items: how many at a time, until when; equal ones once; what
+                     a completion gets that made its grader fail
     failures.py      how a grader says that it cannot grade
     listing.py       the graders as `GET /graders` lists them, without a service
 

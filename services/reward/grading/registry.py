@@ -11,8 +11,8 @@ else knows about it.
         async def grade_item(self, item): ...    # returns a Part; has `self.params`, `self.tools`
 
 A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how
-many calls at once, how long one may take, whether verdicts may be cached. What it raises while
-grading is never a reward of 0: the items of that call have no value, and the reason is kept
+many calls at once, how long one may take, whether equal items have one verdict. What it raises
+while grading is never a reward of 0: the items of that call have no value, and the reason is kept
 (`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked to
 exist. A grader's value is without the reward's weight, which is applied where the parts are summed.
 """
@@ -123,8 +123,8 @@ class Grader(ABC, Generic[P]):
     params_type: ClassVar[type[Params]] = Params
 
     pure: bool = False
-    """The verdict follows from the params and `content(item)` alone, so it may be cached. Say so
-    where grading costs more than looking up."""
+    """The verdict follows from the params and `content(item)` alone, so equal items of a request
+    are graded once. Say so where grading costs more than comparing."""
 
     remembers: bool = False
     """It may keep what it was given, so each job, and each request that names no job, has a grader
