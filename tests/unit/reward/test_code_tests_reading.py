@@ -366,20 +366,15 @@ def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
 @pytest.mark.parametrize(
     ("given", "wanted", "told"),
     [
-        ("4\n", "5", "printed '4', wanted '5'"),
+        ("4\n", "5", "printed '4' in line 1, wanted '5'"),
+        ("", "5", "printed '' in line 1, wanted '5'"),
         (" 5\n", "5\n", "printed ' 5' in line 1, wanted '5', which differs in white space only"),
-        ("1  2", "1 2", "printed '1  2', wanted '1 2', which differs in white space only"),
-        (
-            "x\n" * 50 + "1\t2",
-            "x\n" * 50 + "1 2",
-            "printed '1\\t2' in line 51, wanted '1 2', which differs in white space only",
-        ),
         ("x\n" * 50 + "4", "x\n" * 50 + "5", "printed '4' in line 51, wanted '5'"),
-        ("x\n" * 50, "x\n" * 49, "printed 50 lines, wanted 49"),
+        ("x\n" * 50, "x\n" * 49, "printed 'x' in line 50, wanted ''"),
         (
             "x" * 100 + "4",
             "x" * 100 + "5",
-            f"printed '{'x' * 20}4' in line 1 from character 81, wanted '{'x' * 20}5'",
+            f"printed '{'x' * 20}4' in line 1, wanted '{'x' * 20}5'",
         ),
     ],
 )

@@ -216,10 +216,8 @@ async def _told(
 MAX_OUTPUT_BYTES = 60_000
 """Most bytes of output that a test may expect: the sandbox keeps 64 KiB."""
 
-WHITE_SPACE = ", which differs in white space only"
-
 KEPT_BEFORE = 20
-"""Characters shown before the first that differs in a long line."""
+"""Characters shown before the first one that differs."""
 
 _NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][-+]?\d{1,3})?")
 
@@ -245,27 +243,22 @@ async def run_pair(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[
 
 
 def difference(given: str, wanted: str) -> str:
-    """Returns how an output differs from the one wanted: the beginnings of both, or the first line
-    that differs where these look alike."""
-    ours, theirs = (f"{text.strip()!r:.80}" for text in (given, wanted))
-    if ours != theirs:
-        same_words = given.split() == wanted.split()
-        return f"printed {ours}, wanted {theirs}{WHITE_SPACE if same_words else ''}"
-    pairs = itertools.zip_longest(_lines(given), _lines(wanted))
-    number, (our, their) = next(
-        (number, (our, their))
-        for number, (our, their) in enumerate(pairs, 1)
-        if our is None or their is None or our.rstrip() != their.rstrip()
+    """Returns how an output differs from the one wanted, by the first line that does."""
+    pairs = itertools.zip_longest(_lines(given), _lines(wanted), fillvalue="")
+    number, (ours, theirs) = next(
+        (number, pair)
+        for number, pair in enumerate(pairs, 1)
+        if pair[0].rstrip() != pair[1].rstrip()
     )
-    if our is None or their is None:
-        return f"printed {len(_lines(given))} lines, wanted {len(_lines(wanted))}"
-    words = WHITE_SPACE if our.split() == their.split() else ""
-    letters = enumerate(zip(our, their, strict=False))
-    num_same = next((at for at, (a, b) in letters if a != b), min(len(our), len(their)))
-    at = max(num_same - KEPT_BEFORE, 0)
-    ours, theirs = (f"{line[at:].rstrip()!r:.80}" for line in (our, their))
-    place = f"line {number}" + (f" from character {at + 1}" if at else "")
-    return f"printed {ours} in {place}, wanted {theirs}{words}"
+    same = itertools.takewhile(
+        lambda letters: letters[0] == letters[1], zip(ours, theirs, strict=False)
+    )
+    at = max(sum(1 for _ in same) - KEPT_BEFORE, 0)
+    is_blank = ours.split() == theirs.split()
+    return (
+        f"printed {ours[at:]!r:.80} in line {number}, wanted {theirs[at:]!r:.80}"
+        f"{', which differs in white space only' if is_blank else ''}"
+    )
 
 
 def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:
