@@ -14,7 +14,7 @@ Shared by several graders:
     expressions.py   expressions that are evaluated and never run
     codec.py         plain data of a program, as text and back; which values are equal
     templates.py     OpenAI's templates
-    judging.py       asking a language model; judge_client.py the endpoint and its replies
+    judging.py       asking a language model
     answers/         what a final answer is, and whether two are the same
     limited/         work whose cost a text decides: in processes with limits
 """

@@ -15,7 +15,7 @@ import pytest
 
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller
-from services.reward.grading.judge_client import Question
+from services.reward.grading.judging import Question
 from services.reward.grading.judging import JudgeGrader
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
