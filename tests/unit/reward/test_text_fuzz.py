@@ -15,8 +15,7 @@ import pytest
 
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller
-from services.reward.grading.judging import Question
-from services.reward.grading.judging import JudgeGrader
+from services.reward.grading.judging import JudgeGrader, Question
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.hostile_texts import hostile_texts
