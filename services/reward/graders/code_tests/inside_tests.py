@@ -274,8 +274,6 @@ AGREES = "_agrees_with_one_of"
 """The function of tests that are given as data. Its arguments: a result, the results that are
 right, and a tolerance."""
 
-HOLDS = "_holds"
-
 
 def judged(
     imports: str, cases: list[list[Any]], special: list[str], is_strict: bool
@@ -284,9 +282,9 @@ def judged(
     the encoded results `_0`, `_1`, ... `special` are the special floats that results may have. To a
     strict judge True is not 1; else equality is Python's own, as where others run these tests."""
     sys.set_int_max_str_digits(MAX_TEXT_DIGITS)
-    names: dict[str, Any] = {AGREES: _agrees, HOLDS: _holds}
+    names: dict[str, Any] = {AGREES: _agrees, **_BY_SAME}
     for part in ast.parse(imports).body:
-        with contextlib.suppress(ImportError):  # of a package that calls need, and tests do not
+        with contextlib.suppress(Exception):  # of a package that calls need, and tests do not
             exec(compile(ast.Module([part], []), "tests.py", "exec"), names)
     return [_verdict(*case, names, frozenset(special), is_strict) for case in cases]
 
@@ -324,26 +322,19 @@ def _shown(values: list[Any]) -> str:
 
 
 class _Strict(ast.NodeTransformer):
-    """Comparisons of equality by `same`."""
+    """Comparisons of equality by the functions of `_BY_SAME`."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         operands: list[Any] = [self.visit(part) for part in (node.left, *node.comparators)]
-        parts: list[ast.expr] = [
-            _by_same(left, kind, right)
-            if type(kind).__name__ in _BY_SAME
-            else ast.Compare(left, [kind], [right])
-            for left, kind, right in zip(operands, node.ops, operands[1:], strict=False)
-        ]
+        parts: list[ast.expr] = []
+        for left, kind, right in zip(operands, node.ops, operands[1:], strict=False):
+            name = f"_{type(kind).__name__}"
+            parts.append(
+                ast.Call(ast.Name(name, ast.Load()), [left, right], [])
+                if name in _BY_SAME
+                else ast.Compare(left, [kind], [right])
+            )
         return ast.BoolOp(ast.And(), parts) if len(parts) > 1 else parts[0]
-
-
-def _by_same(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> ast.expr:
-    how = ast.Constant(type(kind).__name__)
-    return ast.Call(ast.Name(HOLDS, ast.Load()), [left, how, right], [])
-
-
-def _holds(left: Any, how: str, right: Any) -> bool:
-    return _BY_SAME[how](left, right)
 
 
 def _is_in(value: Any, values: Any) -> bool:
@@ -352,10 +343,10 @@ def _is_in(value: Any, values: Any) -> bool:
 
 
 _BY_SAME: dict[str, Callable[[Any, Any], bool]] = {
-    "Eq": same,
-    "NotEq": lambda left, right: not same(left, right),
-    "In": _is_in,
-    "NotIn": lambda left, right: not _is_in(left, right),
+    "_Eq": same,
+    "_NotEq": lambda left, right: not same(left, right),
+    "_In": _is_in,
+    "_NotIn": lambda left, right: not _is_in(left, right),
 }
 
 
