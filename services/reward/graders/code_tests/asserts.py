@@ -212,10 +212,10 @@ def _imports_standard(part: ast.stmt) -> bool:
     """Returns whether a statement imports modules that every sandbox has."""
     if isinstance(part, ast.Import):
         modules = [alias.name for alias in part.names]
+    elif isinstance(part, ast.ImportFrom) and part.module and not part.level:
+        modules = [part.module]
     else:
-        modules = (
-            [part.module or ""] if isinstance(part, ast.ImportFrom) and not part.level else [""]
-        )
+        return False
     return all(module.partition(".")[0] in sys.stdlib_module_names for module in modules)
 
 
