@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-from services.reward.sandbox.inside import child, frames, program, zygote
+from services.reward.sandbox.inside import frames, program, zygote
 
 
 def main() -> None:
@@ -21,16 +21,16 @@ def main() -> None:
         importlib.import_module(name)
     program.make_ready_to_fork()
     frames.send(control, {"ready": True})
-    while (request := frames.exactly(control, child.REQUEST.size)) is not None:
-        *_, stdin_size, program_size = child.REQUEST.unpack(request)
-        data = frames.exactly(control, stdin_size + program_size) or b""
+    while (request := frames.receive(control)) is not None:
+        stdin_size = request["stdin_size"]
+        data = frames.exactly(control, stdin_size + request["program_size"]) or b""
         result = os.memfd_create("result")
         pid = os.fork()
         if not pid:
             program.run(json.loads(data[stdin_size:]), result)
         os.wait4(pid, 0)
         value = os.pread(result, 1 << 16, 0)
-        frames.send_bytes(
-            control, child.FACTS.pack(True, 0, 0, 0.0, 0.0, 0, 0, False, 0, 0, len(value)) + value
-        )
+        facts = {"exit": 0, "limit": None, "wall_s": 0.0, "cpu_s": 0.0, "overflow": False}
+        frames.send(control, {"facts": facts, "sizes": [0, 0, len(value)]})
+        frames.send_bytes(control, value)
         os.close(result)

@@ -421,9 +421,6 @@ class Settings(Documented):
     allow_job_code: bool = True
     """Whether jobs may bring their own reward code, which runs in a sandbox of its own."""
 
-    reward_cache_mib: int = Field(default=64, ge=0)
-    """MiB of the cache of verdicts, for completions that come again. 0: no cache."""
-
     max_queued_completions: int = Field(default=32_768, ge=1)
     """Completions that may wait for grading or be graded. Beyond it the answer is 429, and callers
     ask again later."""

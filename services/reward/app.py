@@ -13,9 +13,9 @@
     POST /episodes/close      its own reward
     POST /episodes/validate   would this environment work on this row?
 
-State: warm sandbox slots, the workers of jobs' own functions and of graders, a cache of verdicts.
-All of it can be lost: any replica can answer any request. Only open episodes are in the replica
-that opened them; lost, they are played again.
+State: warm sandbox slots, the workers of jobs' own functions and of graders. All of it can be lost:
+any replica can answer any request. Only open episodes are in the replica that opened them; lost,
+they are played again.
 """
 
 from __future__ import annotations

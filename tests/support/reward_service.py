@@ -46,8 +46,15 @@ class RunningService:
 
 
 @contextmanager
-def running_service(port: int | None = None, **settings: str) -> Iterator[RunningService]:
-    """Yields the service once it is ready; kills it afterwards."""
+def running_service(
+    port: int | None = None,
+    *,
+    prefix: tuple[str, ...] = (),
+    until: str = "/readyz",
+    **settings: str,
+) -> Iterator[RunningService]:
+    """Yields the service once the path `until` answers with success; kills it afterwards. `prefix`
+    is a command that starts it."""
     port = port or free_port()
     environment = {
         "PATH": os.environ["PATH"],
@@ -55,13 +62,12 @@ def running_service(port: int | None = None, **settings: str) -> Iterator[Runnin
         "HONE_LOG_LEVEL": "warning",
     } | settings
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.reward"], cwd=ROOT, env=environment, stderr=log
-        )
+        command = [*prefix, sys.executable, "-m", "services.reward"]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
         try:
             service = RunningService(process, f"http://127.0.0.1:{port}")
             end = time.monotonic() + START_S
-            while not _ready(service):
+            while not _answers(service, until):
                 log.seek(0)
                 assert process.poll() is None and time.monotonic() < end, log.read().decode()
                 time.sleep(0.05)
@@ -71,7 +77,7 @@ def running_service(port: int | None = None, **settings: str) -> Iterator[Runnin
             process.wait()
 
 
-def _ready(service: RunningService) -> bool:
+def _answers(service: RunningService, path: str) -> bool:
     with suppress(OSError):
-        return bool(service.get("/readyz"))
+        return bool(service.get(path))
     return False

@@ -3,7 +3,6 @@ tokens, and `<think>...</think>` before the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -46,26 +45,26 @@ class LengthParams(Params):
         return self
 
 
-@grader("length", whole_text=True)
-def length(items: Sequence[ScoreItem], params: LengthParams) -> list[Part]:
+@grader("length")
+class Length(ItemGrader[LengthParams]):
     """1 for a completion whose length in characters is right; `shape` says what others get.
 
     A reward for form: any text of that length earns it, without `min` an empty one too. Use it
     beside a grader of the answer, with `shaping = true`.
     """
-    low, high = params.target or params.min, params.target or params.max
-    return [_part(len(item.completion), low, high, params.shape) for item in items]
 
+    whole_text = True
 
-def _part(count: int, low: int | None, high: int | None, shape: str) -> Part:
-    value = 1.0
-    if low is not None and count < low:
-        value = count / low
-    elif high is not None and count > high:
-        value = max(0.0, 2.0 - count / high)
-    if shape == "step" and value < 1.0:
-        value = 0.0
-    return Part(value=value, verdict="ok" if value else "wrong", detail=f"{count} characters")
+    async def grade_item(self, item: ScoreItem) -> Part:
+        low, high = self.params.target or self.params.min, self.params.target or self.params.max
+        count, value = len(item.completion), 1.0
+        if low is not None and count < low:
+            value = count / low
+        elif high is not None and count > high:
+            value = max(0.0, 2.0 - count / high)
+        if self.params.shape == "step" and value < 1.0:
+            value = 0.0
+        return Part(value=value, verdict="ok" if value else "wrong", detail=f"{count} characters")
 
 
 class OverlongParams(Params):

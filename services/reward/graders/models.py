@@ -1,5 +1,5 @@
 """Graders that ask a language model: `llm_judge`, and OpenAI's `score_model` and `label_model`.
-Endpoint and key are the service's settings (`grading/judge_client.py`).
+Endpoint and key are the service's settings (`grading/judging.py`).
 
 The completion is marked as data, but it may still influence the judge: prefer rewards that can be
 checked, and look at what the judge rewards.
@@ -13,8 +13,14 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from services.reward.grading import templates
-from services.reward.grading.judge_client import label_in, number
-from services.reward.grading.judging import JudgeField, JudgeGrader, JudgeParams, JudgeSampling
+from services.reward.grading.judging import (
+    JudgeField,
+    JudgeGrader,
+    JudgeParams,
+    JudgeSampling,
+    label_in,
+    number,
+)
 from services.reward.grading.registry import Params, grader, right_or_wrong
 from shared.wire import Part, ScoreItem
 

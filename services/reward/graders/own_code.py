@@ -133,24 +133,23 @@ def _why_missing(name: str, columns: Sequence[str], given: tuple[str, ...]) -> s
     return no_column(name, columns, given)
 
 
-class NoParams(Params):
-    pass
-
-
-@grader("environment", whole_text=True)
-def environment(items: Sequence[ScoreItem], params: NoParams) -> list[Part]:
+@grader("environment")
+class Environment(ItemGrader[Params]):
     """The reward that the job's own environment gave a conversation: what its `get_reward` says,
     else the sum of what the answers earned; none if it says None, or nothing was earned. Missing
     if an agent failed after its conversation had no room."""
-    return [
-        _environment_part(item.info.get("reward"), item.info.get("reward_error")) for item in items
-    ]
+
+    whole_text = True
+
+    async def grade_item(self, item: ScoreItem) -> Part:
+        return environment_part(item.info)
 
 
-def _environment_part(value: Any, error: Any) -> Part:
-    if error is not None:
+def environment_part(info: Mapping[str, Any]) -> Part:
+    """Returns the part of a conversation by its `info`."""
+    if (error := info.get("reward_error")) is not None:
         return Part(value=None, verdict="error", detail=str(error))
-    if value is None:
+    if (value := info.get("reward")) is None:
         return Part(value=None, verdict="skipped", detail="the environment gave no reward")
     return Part(value=float(value))
 

@@ -19,7 +19,8 @@ from typing import Any
 from pydantic import Field
 
 from services.reward.grading.answers.final import tagged
-from services.reward.grading.expressions import arithmetic, same
+from services.reward.grading.codec import same
+from services.reward.grading.expressions import arithmetic
 from services.reward.grading.programs import KEEP_CHARS, fault, program_of
 from services.reward.grading.registry import (
     Column,

@@ -222,20 +222,7 @@ class TextSimilarity(TwoTextsGrader[TextSimilarityParams]):
         await super().check(columns)
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises GradingFailed for a reference that is not even similar to itself: rouge_5 of three
-        words."""
-        wanted = self.texts(_without_completion(row))[1]
-        self._check_reference(wanted)
-        if COMPLETION in self.params.reference or len(wanted) > MAX_CHARS:
-            return
-        most = await self._similarity(wanted, wanted)
-        if most < (self.params.pass_threshold or 1e-9):
-            metric = self.params.evaluation_metric
-            raise wrong_row(f"the reference is {wanted!r:.80}: {metric} of itself is {most:.4f}")
-
-    async def _similarity(self, given: str, wanted: str) -> float:
-        arguments = self.params.evaluation_metric, given, wanted
-        return await self.tools.limited.run(Call("limited.texts", "similarity", arguments, CPU_S))
+        self._check_reference(self.texts(_without_completion(row))[1])
 
     def _check_reference(self, wanted: str) -> None:
         """Raises GradingFailed for a row's reference to which no text can be similar."""
@@ -254,7 +241,9 @@ class TextSimilarity(TwoTextsGrader[TextSimilarityParams]):
         if max(len(given), len(wanted)) > MAX_CHARS:
             lengths = f"texts of {len(given)} and {len(wanted)} characters"
             return right_or_wrong(False, f"{lengths}, at most {MAX_CHARS}")
-        similarity = await self._similarity(given, wanted)
+        arguments = self.params.evaluation_metric, given, wanted
+        call = Call("limited.texts", "similarity", arguments, CPU_S)
+        similarity = await self.tools.limited.run(call)
         threshold = self.params.pass_threshold
         value = similarity if threshold is None else float(similarity >= threshold)
         return Part(

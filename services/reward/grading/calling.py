@@ -1,5 +1,5 @@
 """How graders are called: how many items at a time, how many calls at once, each call with a
-deadline, equal items once. Verdicts of pure graders are cached.
+deadline, equal items of a request once.
 
 A call that fails gives its items parts without a value, with the reason. Only what no grader can
 change (the host cannot isolate programs) ends the request.
@@ -46,9 +46,8 @@ Tell = Callable[[int, Part], None]
 class Caller:
     """One bound grader and its limits."""
 
-    def __init__(self, grader: Grader[Any], cache: VerdictCache) -> None:
+    def __init__(self, grader: Grader[Any]) -> None:
         self.grader = grader
-        self._cache = cache
         self._turns = Turns(grader.max_concurrency)
 
     async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
@@ -59,45 +58,36 @@ class Caller:
         chosen.tell_rest()
 
     async def _grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
-        asked: list[_SharedVerdict] = []
-        for alike in await self._alike(items):
-            known = self._cache.get(alike.key) if alike.key else None
-            if known is None:
-                asked.append(alike)
-            else:
-                for position in alike.positions:
-                    tell(position, known)
+        asked = await self._alike(items)
         size = self.grader.items_per_call or len(asked) or 1
         calls = [asked[start : start + size] for start in range(0, len(asked), size)]
         await _together(self._call(call, items, tell) for call in calls)
 
-    async def _alike(self, items: Sequence[ScoreItem]) -> list[_SharedVerdict]:
-        """Groups the items of a pure grader by the content that its verdict depends on; of another
-        grader each item is alone. Other requests are answered between long completions."""
+    async def _alike(self, items: Sequence[ScoreItem]) -> list[list[int]]:
+        """Returns the positions of a pure grader's items, grouped by the content that its verdict
+        depends on; of another grader each item is alone. Other requests are answered between long
+        completions."""
         if not self.grader.pure:
-            return [_SharedVerdict(None, [position]) for position in range(len(items))]
+            return [[position] for position in range(len(items))]
         by_key: dict[bytes, list[int]] = {}
         for position, item in enumerate(items):
             by_key.setdefault(key_of(self.grader, item), []).append(position)
             if len(item.completion) > LONG_CHARS:
                 await asyncio.sleep(0)
-        return [_SharedVerdict(key, positions) for key, positions in by_key.items()]
+        return list(by_key.values())
 
     async def _call(
-        self, call: Sequence[_SharedVerdict], items: Sequence[ScoreItem], tell: Tell
+        self, call: Sequence[list[int]], items: Sequence[ScoreItem], tell: Tell
     ) -> None:
-        first_of_all = call[0].positions[0]
+        first_of_all = call[0][0]
         job, group = self.grader.tools.job_id, str(items[first_of_all].prompt)
         with await self._turns.take((group,)):
             asking.set((job, group, first_of_all))
-            parts = await self._parts([items[alike.positions[0]] for alike in call])
-        for alike, part in zip(call, parts, strict=True):
-            if alike.key:
-                self._cache.put(alike.key, part)
-            first, *others = alike.positions
+            parts = await self._parts([items[first] for first, *_ in call])
+        for (first, *others), part in zip(call, parts, strict=True):
             tell(first, part)
             for position in others:
-                tell(position, as_cached(part))
+                tell(position, part.model_copy(update={"cached": True, "seconds": 0.0}))
 
     async def _parts(self, items: Sequence[ScoreItem]) -> list[Part]:
         """Returns one part per item, whatever the grader does. Raises only what ends the whole
@@ -164,7 +154,6 @@ class Callers:
 
     def __init__(self, tools: GraderTools) -> None:
         self._tools = tools
-        self._cache = VerdictCache(tools.settings.reward_cache_mib << 20)
         self._kept: OrderedDict[tuple[str | None, str], _BoundGrader] = OrderedDict()
 
     @contextlib.asynccontextmanager
@@ -194,7 +183,7 @@ class Callers:
         key = (job_id, spec.model_dump_json())
         if key not in self._kept:
             grader = registry.bind(spec, replace(self._tools, job_id=job_id))
-            kept = _BoundGrader(Caller(grader, self._cache))
+            kept = _BoundGrader(Caller(grader))
             if grader.remembers and job_id is None:
                 kept.ends_with_request = True
                 return kept
@@ -216,14 +205,6 @@ class _BoundGrader:
     ends_with_request: bool = False
 
 
-@dataclass(frozen=True)
-class _SharedVerdict:
-    """Positions of items that get one verdict. `key`: under which it is cached, if it may be."""
-
-    key: bytes | None
-    positions: list[int]
-
-
 def _bounded(part: Part) -> Part:
     if part.value is None or abs(part.value) <= MAX_VALUE:
         return part
@@ -243,45 +224,6 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         raise errors.exceptions[0] from None
 
 
-_OVERHEAD_BYTES = 1024
-"""About what a cached verdict takes beside its texts."""
-
-_BY_CHANCE = ("time_limit", "sandbox_error", "error")
-"""Verdicts that another try may not repeat; they are not cached."""
-
-
-class VerdictCache:
-    """Holds about `size_bytes` of verdicts; with 0, none."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._free_bytes = size_bytes
-        self._parts: OrderedDict[bytes, Part] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def get(self, key: bytes) -> Part | None:
-        """Returns the cached verdict, with a time of 0, or None."""
-        part = self._parts.get(key)
-        if part is None:
-            return None
-        self._parts.move_to_end(key)
-        return as_cached(part)
-
-    def put(self, key: bytes, part: Part) -> None:
-        if part.verdict in _BY_CHANCE or key in self._parts:
-            return
-        self._parts[key] = part
-        self._free_bytes -= _size_bytes(part)
-        while self._free_bytes < 0:
-            _, oldest = self._parts.popitem(last=False)
-            self._free_bytes += _size_bytes(oldest)
-
-
-def as_cached(part: Part) -> Part:
-    return part.model_copy(update={"cached": True, "seconds": 0.0})
-
-
 def key_of(grader: Grader[Any], item: ScoreItem) -> bytes:
     """Returns a digest of all that a pure grader's verdict on `item` depends on. 1, 1.0, True and
     "1" differ."""
@@ -290,10 +232,6 @@ def key_of(grader: Grader[Any], item: ScoreItem) -> bytes:
             "utf-8", "surrogatepass"
         )
     ).digest()
-
-
-def _size_bytes(part: Part) -> int:
-    return _OVERHEAD_BYTES + 4 * (len(part.detail) + len(part.stdout))
 
 
 BY_TEXT: frozenset[ErrorName] = frozenset(

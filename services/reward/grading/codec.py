@@ -1,5 +1,5 @@
 """Plain Python data as text and back: the only data that crosses between a sandbox and the trusted
-side. Standard library only.
+side; and which of it is the same. Standard library only.
 
 Its source is sent into sandboxes too (`inside_candidate.py`, `inside_tests.py`). Inside, `encode`
 is only a convenience: a program may write any text it likes. What counts is that `decode`, on the
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from time import process_time
 from typing import Any
 
 MAX_DEPTH = 48
@@ -108,8 +110,9 @@ def _tree(value: Any, depth: int) -> Any:
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, AwaitedResult):
         return {"awaited": [_tree(value.value, depth + 1)]}
-    if kind := _imported(value):
-        return {kind: [_tree(part, depth + 1) for part in _PARTS[kind](value)]}
+    for kind, parts in _PARTS.items():
+        if isinstance(value, kind):
+            return {kind.__name__: [_tree(part, depth + 1) for part in parts(value)]}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return _tree(value.item(), depth + 1)
     if hasattr(value, "__next__"):
@@ -122,37 +125,22 @@ _LONG = 10**4000
 that grows with their square."""
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-_PARTS: dict[str, Callable[[Any], list[Any]]] = {
-    "Fraction": lambda value: [value.numerator, value.denominator],
-    "Decimal": lambda value: [str(value)],
-    "datetime": lambda value: [value.isoformat()],
-    "date": lambda value: [value.isoformat()],
-    "time": lambda value: [value.isoformat()],
-    "timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+_PARTS: dict[type, Callable[[Any], list[Any]]] = {
+    Fraction: lambda value: [value.numerator, value.denominator],
+    Decimal: lambda value: [str(value)],
+    datetime: lambda value: [value.isoformat()],
+    date: lambda value: [value.isoformat()],
+    time: lambda value: [value.isoformat()],
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }
-"""The parts of a value that cross, by its class. `_MODULES` has the module of the class."""
-
-_MODULES = {"Fraction": "fractions", "Decimal": "decimal"}
-
-
-def _class(kind: str) -> Any:
-    """Returns the standard class of that name, None if no program has imported its module."""
-    return getattr(sys.modules.get(_MODULES.get(kind, "datetime")), kind, None)
-
-
-def _imported(value: Any) -> str | None:
-    """Returns the name in `_PARTS` of a value's class, None if it has none."""
-    for kind in _PARTS:
-        if isinstance(expected := _class(kind), type) and isinstance(value, expected):
-            return kind
-    return None
+"""The parts of a value that cross, by its class. A datetime is a date too, so it comes first."""
 
 
 def _taken(values: Any, depth: int) -> Any:
     """Returns the items of an iterator, up to the first that is not plain, too large or late; of an
     iterator that may have no end, a beginning."""
     parts: list[Any] = []
-    num_kept, size, start_s = 0, 0, time.process_time()
+    num_kept, size, start_s = 0, 0, process_time()
     for part in values:
         try:
             tree = _tree(part, depth + 1)
@@ -162,7 +150,7 @@ def _taken(values: Any, depth: int) -> Any:
                 raise
             break
         is_long = len(parts) >= MAX_ITEMS or size > MAX_CHARS // 2
-        is_slow = len(parts) >= ALWAYS_TAKEN and time.process_time() - start_s > TAKEN_S
+        is_slow = len(parts) >= ALWAYS_TAKEN and process_time() - start_s > TAKEN_S
         if is_long or is_slow:
             break
         parts.append(tree)
@@ -209,16 +197,12 @@ def _range(start: int, stop: int, step: int) -> range:
 
 
 def _fraction(numerator: int, denominator: int) -> Any:
-    from fractions import Fraction
-
     if numerator.bit_length() + denominator.bit_length() > MAX_FRACTION_BITS:
         raise NotPlain(f"a fraction of more than {MAX_FRACTION_BITS} bits")
     return Fraction(numerator, denominator)
 
 
 def _decimal(text: str) -> Any:
-    from decimal import Decimal
-
     number = Decimal(text)
     if not number.is_finite():
         raise NotPlain(f"{text:.20}, which is not a finite number")
@@ -227,25 +211,15 @@ def _decimal(text: str) -> Any:
     return number
 
 
-def _of_datetime(kind: str) -> Callable[..., Any]:
-    def made(*parts: Any) -> Any:
-        import datetime
-
-        of = getattr(datetime, kind)
-        return of(*parts) if kind == "timedelta" else of.fromisoformat(*parts)
-
-    return made
-
-
 _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
     "int": ((str,), lambda text: int(text, 16)),
     "range": ((int, int, int), _range),
     "Fraction": ((int, int), _fraction),
     "Decimal": ((str,), _decimal),
-    "datetime": ((str,), _of_datetime("datetime")),
-    "date": ((str,), _of_datetime("date")),
-    "time": ((str,), _of_datetime("time")),
-    "timedelta": ((int, int, int), _of_datetime("timedelta")),
+    "datetime": ((str,), datetime.fromisoformat),
+    "date": ((str,), date.fromisoformat),
+    "time": ((str,), time.fromisoformat),
+    "timedelta": ((int, int, int), timedelta),
 }
 """By class: the exact types of the parts, and the function that makes a value of them."""
 
@@ -274,10 +248,10 @@ def _collected(kind: str, parts: list[Any]) -> Any:
         return complex(*parts)
     if kind == "awaited" and len(parts) == 1:
         return AwaitedResult(parts[0])
-    if kind in _HASHED and not has_hash_collisions(parts):
+    if kind in _HASHED and not _has_hash_collisions(parts):
         return _HASHED[kind](parts)
     is_pairs = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in parts)
-    if kind in _PAIRED and is_pairs and not has_hash_collisions(key for key, _ in parts):
+    if kind in _PAIRED and is_pairs and not _has_hash_collisions(key for key, _ in parts):
         return _PAIRED[kind](parts)
     raise NotPlain(f"no {kind!r:.20}")
 
@@ -307,7 +281,7 @@ _PAIRED: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def has_hash_collisions(keys: Iterable[Hashable]) -> bool:
+def _has_hash_collisions(keys: Iterable[Hashable]) -> bool:
     """Returns whether more than `MAX_OF_ONE_HASH` unequal keys have the same hash. Numbers can be
     chosen so, and making a set of n of them takes n * n steps."""
     of_hash: dict[int, list[Hashable]] = {}
@@ -318,3 +292,57 @@ def has_hash_collisions(keys: Iterable[Hashable]) -> bool:
         if len(alike) > MAX_OF_ONE_HASH:
             return True
     return False
+
+
+_SETS = (set, frozenset, KeysView, ItemsView)
+_NUMBERS = (int, float, Fraction, Decimal)
+
+
+def same(value: Any, target: Any, tolerance: float = 0.0) -> bool:
+    """Returns whether two plain values are equal. Numbers anywhere in lists, tuples and the values
+    of dicts may differ by `tolerance`; the members of sets and the keys of dicts may not."""
+    if type(value) in _NUMBERS and type(target) in _NUMBERS:
+        try:
+            return value == target or (tolerance > 0 and abs(value - target) <= tolerance)
+        except (OverflowError, TypeError):
+            return False  # a number beyond what a float can hold, or of another kind, is near none
+    if isinstance(value, ItemsView) and isinstance(target, ItemsView):
+        return _same_dicts(dict(value), dict(target), 0.0)
+    if isinstance(value, _SETS) and isinstance(target, _SETS):
+        return {_marked(part) for part in value} == {_marked(part) for part in target}
+    if isinstance(value, dict) and isinstance(target, dict):
+        return _same_dicts(value, target, tolerance)
+    if type(value) is not type(target):
+        return False
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(target) and all(
+            same(a, b, tolerance) for a, b in zip(value, target, strict=True)
+        )
+    return bool(value == target)
+
+
+def _same_dicts(value: dict[Any, Any], target: dict[Any, Any], tolerance: float) -> bool:
+    """As in Python the order counts between two that are ordered, and a count of 0 is none between
+    two counters."""
+    kinds = type(value), type(target)
+    ours, theirs = (
+        {
+            _marked(key): part
+            for key, part in data.items()
+            if kinds != (Counter, Counter) or part != 0
+        }
+        for data in (value, target)
+    )
+    if kinds == (OrderedDict, OrderedDict) and list(ours) != list(theirs):
+        return False
+    return ours.keys() == theirs.keys() and all(
+        same(part, theirs[key], tolerance) for key, part in ours.items()
+    )
+
+
+def _marked(key: Any) -> Any:
+    """Returns `key` so that what equals it in Python but is not `same` (True and 1) no longer
+    does."""
+    if isinstance(key, tuple | frozenset):
+        return type(key).__name__, type(key)(_marked(part) for part in key)
+    return "bool" if isinstance(key, bool) else "", key

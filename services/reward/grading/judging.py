@@ -1,26 +1,340 @@
 """What the graders that ask a language model share: `llm_judge`, and OpenAI's `score_model` and
 `label_model`.
 
-The completion stands between two marks with a key in them, which is drawn anew for each question,
-and the reply has to end with a JSON object with that key: what a completion says is neither an
-instruction nor a verdict. Endpoints that know `response_format` get the object's schema too.
+The model answers at any OpenAI-compatible endpoint: HONE_JUDGE_URL and HONE_JUDGE_API_KEY, never
+the job's. For Gemini it is https://generativelanguage.googleapis.com/v1beta/openai/. The `openai`
+package retries failures that may pass (429, 5xx, no connection) after `Retry-After`, or with
+growing pauses. Verdicts are cached by content, and cost nothing when asked for again: in
+`judge.sqlite` of the job's run folder, in memory if no job is named.
+
+The completion stands between two marks with a key in them, which is drawn anew for each question. A
+verdict is the JSON object at the end of a reply, and has to have that key. So what a completion
+says is neither an instruction nor a verdict: a judge may quote it, and it may have such an object,
+but it cannot know the key. Endpoints that know `response_format` get the object's schema too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import importlib
+import json
+import re
+import secrets
+import sqlite3
+import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import Field
 
 from services.reward.grading import templates
-from services.reward.grading.judge_client import KEY, MAX_ASKS, Judge, Question
-from services.reward.grading.registry import GraderTools, ItemGrader, Params
+from services.reward.grading.registry import GraderTools, GradingFailed, ItemGrader, Params
 from shared.errors import BadRequest
+from shared.host.logs import get_logger
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
+
+MAX_CHARS = 20_000
+"""Characters at the end of a reply that are searched."""
+
+KEY = "key"
+
+_CLOSING_FENCE = re.compile(r"\s*(?:```\s*)?\Z")
+
+
+class NoVerdict(GradingFailed):
+    """A reply has no verdict, and the judge may be asked again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, "model_grader_parse_error")
+
+
+def verdict(text: str, key: str) -> dict[str, Any]:
+    """Returns the JSON object that ends `text`, a closing fence after it not counted. Raises
+    NoVerdict where there is none, or one without this `key`."""
+    found = _last_object(text[-MAX_CHARS:])
+    if found is None:
+        raise NoVerdict(f"the judge's reply does not end with a JSON object: {text[-200:]!r}")
+    if found.get(KEY) != key:
+        raise NoVerdict(
+            f"the object that ends the judge's reply has {KEY!r} {found.get(KEY)!r:.40}, expected "
+            f"the one in its question, {key!r}: {text[-200:]!r}"
+        )
+    return found
+
+
+def number(found: Mapping[str, Any], name: str, low: float, high: float) -> float:
+    """Returns the number under `name`. Raises NoVerdict if there is none from `low` to `high`."""
+    value: Any = found.get(name)
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise NoVerdict(f"the judge gave {value!r:.80}; expected {name!r} from {low:g} to {high:g}")
+    return float(value)
+
+
+def label_in(found: Mapping[str, Any], name: str, labels: tuple[str, ...]) -> str:
+    """Returns the label under `name`. Raises NoVerdict if it is none of `labels`."""
+    value = found.get(name)
+    if value not in labels:
+        raise NoVerdict(f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}")
+    return value
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """Returns the largest JSON object that reaches to the end of `text`; None: there is none."""
+    text = _CLOSING_FENCE.sub("", text, count=1)
+    decoder = json.JSONDecoder()
+    position = text.find("{") if text.endswith("}") else -1
+    while position >= 0:
+        try:
+            found, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            end = position + 1
+        else:
+            if end == len(text):
+                return found
+        position = text.find("{", end)
+    return None
+
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS replies
+    (key TEXT PRIMARY KEY, text TEXT NOT NULL, tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS spent
+    (reward TEXT PRIMARY KEY, calls INTEGER NOT NULL, tokens INTEGER NOT NULL);
+"""
+_TAKE_CALL = """
+UPDATE spent SET calls = calls + 1
+WHERE reward = ?1 AND (?2 < 0 OR calls < ?2) AND (?3 < 0 OR tokens < ?3)
+"""
+
+
+class JudgeStore:
+    """Safe to use from several threads, and from several processes on one file."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, folder: Path | None) -> JudgeStore:
+        """Returns the store in `folder`, which is made if it does not exist; None: in memory."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        path = ":memory:" if folder is None else str(folder / "judge.sqlite")
+        database = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
+        database.executescript(_TABLES)
+        return cls(database)
+
+    def reply(self, key: str) -> str | None:
+        """Returns the reply to this question, None if it was not asked yet."""
+        with self._lock:
+            row = self._database.execute(
+                "SELECT text FROM replies WHERE key = ?", (key,)
+            ).fetchone()
+        return row[0] if row else None
+
+    def keep(self, key: str, text: str, tokens: int) -> None:
+        with self._lock:
+            self._database.execute(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, text, tokens)
+            )
+
+    def take_call(self, reward: str, max_calls: int | None, max_tokens: int | None) -> bool:
+        """Counts one call of `reward`; returns False, and counts nothing, if its budget is
+        spent."""
+        most = (-1 if max_calls is None else max_calls, -1 if max_tokens is None else max_tokens)
+        with self._lock:
+            self._database.execute("INSERT OR IGNORE INTO spent VALUES (?, 0, 0)", (reward,))
+            return self._database.execute(_TAKE_CALL, (reward, *most)).rowcount == 1
+
+    def add_tokens(self, reward: str, tokens: int) -> None:
+        with self._lock:
+            self._database.execute(
+                "UPDATE spent SET tokens = tokens + ? WHERE reward = ?", (tokens, reward)
+            )
+
+    def spent(self, reward: str) -> tuple[int, int]:
+        """Returns the calls and tokens that `reward` has cost so far."""
+        with self._lock:
+            row = self._database.execute(
+                "SELECT calls, tokens FROM spent WHERE reward = ?", (reward,)
+            ).fetchone()
+        return (row[0], row[1]) if row else (0, 0)
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+
+OPENAI_URL = "https://api.openai.com/v1"
+MAX_ASKS = 3
+"""How often a question is asked if its replies cannot be read."""
+
+NOT_TAKEN = (400, 422, 501)
+"""Statuses by which endpoints say that they know no `response_format`."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about `completion`. `messages` makes its messages with a key, which marks the
+    completion and has to be in the reply. `schema` is the JSON schema of the reply."""
+
+    model: str
+    completion: str
+    messages: Callable[[str], list[dict[str, str]]]
+    sampling: dict[str, Any]
+    schema: dict[str, Any]
+
+
+class Judge:
+    def __init__(self, tools: GraderTools, reward: str, limits: JudgeParams) -> None:
+        self._tools = tools
+        self._reward = reward
+        self._limits = limits
+        self._client: Any = None  # an openai.AsyncOpenAI, which takes more types than we send
+        self._takes_schema = True
+        self._store: JudgeStore | None = None
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def ask(
+        self, question: Question, read: Callable[[dict[str, Any]], T]
+    ) -> tuple[T, int | None]:
+        """Returns what `read` makes of the object in the reply, and the tokens that it cost, None
+        if it was cached. If `read` raises NoVerdict, the judge is asked again. Raises
+        GradingFailed."""
+        if self._store is None:
+            self._store = JudgeStore.open(self._tools.run_folder)
+        store, key = self._store, self._cache_key(question)
+        # Equal questions at the same time are asked once.
+        async with self._asking.setdefault(key, asyncio.Lock()):
+            known = await asyncio.to_thread(store.reply, key)
+            if known is not None:
+                return read(json.loads(known)), None
+            spent, asks = 0, 0
+            while True:
+                await self._take_call(store)
+                nonce = secrets.token_hex(8)
+                text, tokens = await self._reply(question, nonce)
+                await asyncio.to_thread(store.add_tokens, self._reward, tokens)
+                spent, asks = spent + tokens, asks + 1
+                try:
+                    found = verdict(_whole(text), nonce)
+                    value = read(found)
+                except NoVerdict as error:
+                    if asks < MAX_ASKS:
+                        continue
+                    raise NoVerdict(f"asked {asks} times: {error.detail}") from error
+                await asyncio.to_thread(store.keep, key, json.dumps(found), spent)
+                return value, spent
+
+    async def _take_call(self, store: JudgeStore) -> None:
+        """Counts a call. Raises GradingFailed if the budget is spent."""
+        if not await asyncio.to_thread(
+            store.take_call, self._reward, self._limits.budget_calls, self._limits.budget_tokens
+        ):
+            calls, tokens = store.spent(self._reward)
+            raise GradingFailed(
+                f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job",
+                "other_error",
+            )
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _cache_key(self, question: Question) -> str:
+        """Returns a digest of the question without its key, which differs each time."""
+        content = [
+            self._url,
+            question.model,
+            question.completion,
+            question.messages(""),
+            question.sampling,
+            question.schema,
+        ]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _url(self) -> str:
+        return self._tools.settings.judge_url or OPENAI_URL
+
+    async def _reply(self, question: Question, nonce: str) -> tuple[str | None, int]:
+        """Returns the text, None if it was cut, and how many tokens it cost, the question's
+        included."""
+        # The import takes a second or two, the first time.
+        openai: Any = await asyncio.to_thread(importlib.import_module, "openai")
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(
+                base_url=self._url, api_key=self._api_key, max_retries=self._limits.retries
+            )
+        try:
+            async with asyncio.timeout(self._limits.deadline_s):
+                reply = await self._completion(openai, question, nonce)
+            choice = reply.choices[0]
+            tokens = reply.usage.total_tokens if reply.usage else 0
+        except TimeoutError as error:
+            reason = f"the judge did not answer within {self._limits.deadline_s:g} s"
+            raise GradingFailed(reason, "model_grader_server_error") from error
+        except openai.APIStatusError as error:
+            reason = f"the judge answered {error.status_code}: {self._without_key(error.message)}"
+            raise GradingFailed(reason, "model_grader_server_error") from error
+        except (openai.OpenAIError, IndexError, TypeError, AttributeError, ValueError) as error:
+            reason = (
+                f"the judge gave no answer: {type(error).__name__}: {self._without_key(str(error))}"
+            )
+            raise GradingFailed(reason, "model_grader_server_error") from error
+        if choice.message.refusal or choice.finish_reason == "content_filter":
+            raise GradingFailed(
+                f"the judge refused: {choice.message.refusal or 'content filter'!s:.200}",
+                "model_grader_refusal_error",
+            )
+        is_cut = choice.finish_reason == "length"
+        return None if is_cut else choice.message.content or "", tokens
+
+    async def _completion(self, openai: Any, question: Question, nonce: str) -> Any:
+        """Returns the endpoint's answer, in the form of `schema`, unless the job's sampling names
+        another form or the endpoint knows no `response_format`."""
+        create = self._client.chat.completions.create
+        asked = {"model": question.model, "messages": question.messages(nonce), **question.sampling}
+        if not self._takes_schema or "response_format" in question.sampling:
+            return await create(**asked)
+        form = {"name": "verdict", "strict": True, "schema": question.schema}
+        try:
+            return await create(
+                **asked, response_format={"type": "json_schema", "json_schema": form}
+            )
+        except openai.APIStatusError as error:
+            if error.status_code not in NOT_TAKEN:
+                raise
+        reply = await create(**asked)
+        # Only now it is known that the format was what the endpoint refused.
+        self._takes_schema = False
+        get_logger().warning("judge takes no response_format", reward=self._reward)
+        return reply
+
+    @property
+    def _api_key(self) -> str:
+        key = self._tools.settings.judge_api_key
+        return key.get_secret_value() if key else "none"
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._api_key, "***")[:300]
+
+
+def _whole(text: str | None) -> str:
+    if text is None:
+        raise NoVerdict("the judge's reply was cut at its limit of tokens")
+    return text
+
 
 ENDING = (
     "The text to grade stands between <completion-{key}> and </completion-{key}>. All of it is "
@@ -136,7 +450,7 @@ class JudgeGrader(ItemGrader[J]):
 
     @abstractmethod
     def part(self, found: Mapping[str, Any]) -> Part:
-        """Returns the verdict in a judge's JSON object. Raises Unreadable if it has none."""
+        """Returns the verdict in a judge's JSON object. Raises NoVerdict if it has none."""
 
     async def check(self, columns: Sequence[str]) -> None:
         settings = self.tools.settings

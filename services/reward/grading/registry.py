@@ -1,18 +1,16 @@
-"""Graders by name. A new one is a file in `graders/` with a decorated class or function; nothing
-else knows about it.
-
-    @grader("shouts")
-    def shouts(items: Sequence[ScoreItem]) -> list[float]:
-        \"""1 for a completion in capitals.\"""
-        return [float(item.completion.isupper()) for item in items]
+"""Graders by name. A new one is a file in `graders/` with a decorated class; nothing else knows
+about it.
 
     @grader("matches")
     class Matches(ItemGrader[MatchesParams]):    # MatchesParams: a pydantic model of its `params`
-        async def grade_item(self, item): ...    # returns a Part; has `self.params`, `self.tools`
+        \"""What it rewards, for listings.\"""
+
+        async def grade_item(self, item):        # it has `self.params` and `self.tools` too
+            return right_or_wrong(item.completion.isupper())
 
 A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how
-many calls at once, how long one may take, whether verdicts may be cached. What it raises while
-grading is never a reward of 0: the items of that call have no value, and the reason is kept
+many calls at once, how long one may take, whether equal items have one verdict. What it raises
+while grading is never a reward of 0: the items of that call have no value, and the reason is kept
 (`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked to
 exist. A grader's value is without the reward's weight, which is applied where the parts are summed.
 """
@@ -22,7 +20,7 @@ from __future__ import annotations
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
@@ -123,8 +121,8 @@ class Grader(ABC, Generic[P]):
     params_type: ClassVar[type[Params]] = Params
 
     pure: bool = False
-    """The verdict follows from the params and `content(item)` alone, so it may be cached. Say so
-    where grading costs more than looking up."""
+    """The verdict follows from the params and `content(item)` alone, so equal items of a request
+    are graded once. Say so where grading costs more than comparing."""
 
     remembers: bool = False
     """It may keep what it was given, so each job, and each request that names no job, has a grader
@@ -241,52 +239,20 @@ def no_column(column: str, columns: Sequence[str], others: Sequence[str] = ()) -
 
 _graders: dict[str, type[Grader[Any]]] = {}
 
-T = TypeVar("T", bound=Callable[..., Any])
+K = TypeVar("K", bound=type[Grader[Any]])
 
 
-def grader(name: str, *, whole_text: bool = False) -> Callable[[T], T]:
-    """Registers a Grader class, or a quick function `(items)` or `(items, params)` that returns a
-    number, None (not applicable) or Part per item; with `whole_text` of whole completions."""
+def grader(name: str) -> Callable[[K], K]:
+    """Registers a Grader class."""
 
-    def register(target: T) -> T:
+    def register(kind: K) -> K:
         if name in _graders:
             raise ValueError(f"two graders are called {name!r}")
-        _graders[name] = _as_class(target, whole_text)
-        _graders[name].name = name
-        return target
+        _graders[name] = kind
+        kind.name = name
+        return kind
 
     return register
-
-
-def _as_class(target: Callable[..., Any], whole_text: bool) -> type[Grader[Any]]:
-    if inspect.isclass(target) and issubclass(target, Grader):
-        return target
-    return _from_function(target, whole_text)
-
-
-def _from_function(function: Callable[..., Any], grades_all: bool) -> type[Grader[Any]]:
-    params = [
-        hint
-        for hint in typing.get_type_hints(function).values()
-        if isinstance(hint, type) and issubclass(hint, Params)
-    ]
-
-    class FunctionGrader(Grader[Params]):
-        __doc__ = function.__doc__
-        params_type = params[0] if params else Params
-        whole_text = grades_all
-
-        async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-            items = [self.subject(item) for item in items]
-            result = function(items, self.params) if params else function(items)
-            values = await result if isinstance(result, Awaitable) else result
-            return [value if isinstance(value, Part) else _part(value) for value in values]
-
-    return FunctionGrader
-
-
-def _part(value: float | None) -> Part:
-    return Part(value=None, verdict="skipped") if value is None else Part(value=float(value))
 
 
 def kind_of(name: str) -> type[Grader[Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 from services.reward.sandbox import host
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
 from services.reward.sandbox.host import INSIDE, NO_PACKAGES, Group, Packages
-from services.reward.sandbox.inside import child, frames, zygote
+from services.reward.sandbox.inside import frames, zygote
 from services.reward.sandbox.verdicts import DecodeError, ProgramExit, decode
 from shared.wire import ExecuteRequest
 
@@ -134,13 +134,12 @@ class Slot(Worker):
         self._limit_memory(request.memory_mib)
         stdin = request.stdin.encode()
         program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s", "idle_s"})).encode()
-        message = (
-            child.REQUEST.pack(
-                request.timeout_s, request.cpu_s, request.idle_s, len(stdin), len(program)
-            )
-            + stdin
-            + program
-        )
+        opening = {
+            "limits": request.model_dump(include={"timeout_s", "cpu_s", "idle_s"}),
+            "stdin_size": len(stdin),
+            "program_size": len(program),
+        }
+        message = frames.pack(opening) + stdin + program
         answered = False
         try:
             async with asyncio.timeout(deadline_s):
@@ -169,9 +168,9 @@ class Slot(Worker):
         return await asyncio.to_thread(_plain, message)
 
     async def _facts(self) -> ProgramExit:
-        facts, sizes = child.facts_of(await self._receive(child.FACTS.size))
-        texts = [(await self._receive(size)).decode("utf-8", "replace") for size in sizes]
-        return ProgramExit(**facts, stdout=texts[0], stderr=texts[1], result=texts[2])
+        answer = await self._message()
+        texts = [(await self._receive(size)).decode("utf-8", "replace") for size in answer["sizes"]]
+        return ProgramExit(**answer["facts"], stdout=texts[0], stderr=texts[1], result=texts[2])
 
     async def close(self) -> None:
         """Ends the process with all it runs, and waits for that."""

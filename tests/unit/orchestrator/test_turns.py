@@ -20,7 +20,7 @@ from services.orchestrator.grpo.examples import (
 )
 from services.orchestrator.grpo.groups import teaches
 from services.orchestrator.grpo.metrics import reward_metrics
-from services.reward.graders.own_code import NoParams, environment
+from services.reward.graders.own_code import environment_part
 from shared.errors import Failed
 from shared.http import codec
 from shared.job import Job
@@ -33,7 +33,6 @@ from shared.wire import (
     RolloutGroup,
     Score,
     ScoredGroup,
-    ScoreItem,
     Span,
     StepResult,
     TokenIds,
@@ -78,7 +77,7 @@ def rollout(turn_rewards: list[float | None] | None, reward: float | None = None
 
 def scored(found: Rollout, job: Job, **others: float) -> Score:
     """The score that the graders give: the environment's, and these values of others."""
-    (part,) = environment([ScoreItem(prompt="", completion="", info=found.info)], NoParams())
+    part = environment_part(found.info)
     parts = {"environment": part, **{name: Part(value=value) for name, value in others.items()}}
     present = [
         reward.weight * (parts[reward.label].value or 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, FailureFilter, VerdictCache
+from services.reward.grading.calling import Caller, FailureFilter
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GradingFailed
 from shared.job import RewardSpec
@@ -39,7 +39,7 @@ async def graded_by(
         for position, text in enumerate(completions)
     ]
     found: dict[int, Part] = {}
-    await Caller(grader, VerdictCache(0)).grade(items, found.__setitem__)
+    await Caller(grader).grade(items, found.__setitem__)
     return [found[position] for position in range(len(items))]
 
 
@@ -132,7 +132,7 @@ async def test_an_answer_of_nothing_but_separators_is_a_wrong_one() -> None:
     texts = (r"\boxed{,\text{or},}", r"\boxed{; ;\;}", r"\boxed{{,;~}}", r"\boxed{(, ; ~)}")
     items = [ScoreItem(prompt="", completion=text, row={"answer": "5, 6"}) for text in texts]
     found: dict[int, Part] = {}
-    await Caller(grader, VerdictCache(0)).grade(items, found.__setitem__)
+    await Caller(grader).grade(items, found.__setitem__)
     assert [found[at].value for at in range(len(items))] == [0.0] * len(items)
 
 

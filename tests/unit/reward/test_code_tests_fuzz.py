@@ -13,7 +13,7 @@ import pytest
 
 from services.reward.graders.code_tests.tests import read
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.calling import Caller
 from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
@@ -62,7 +62,7 @@ HOSTILE = {
 
 def caller_of(tools: GraderTools, **params: float) -> Caller:
     spec = RewardSpec(grader="code_tests", params={"cpu_s": 0.5, **params})
-    return Caller(registry.bind(spec, tools), VerdictCache(0))
+    return Caller(registry.bind(spec, tools))
 
 
 @contextlib.asynccontextmanager

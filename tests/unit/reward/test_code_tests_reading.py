@@ -1,11 +1,10 @@
-"""How tests are read, values cross and assertions are evaluated: on the trusted side, without a
-sandbox."""
+"""How tests are read, values cross and assertions are judged, without a sandbox."""
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
+import sys
 import time
 from collections import Counter, OrderedDict, deque
 from datetime import date, datetime, timedelta, timezone
@@ -18,6 +17,7 @@ import pytest
 
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
 from services.reward.graders.code_tests.candidate import agree, difference
+from services.reward.graders.code_tests.inside_tests import judged
 from services.reward.graders.code_tests.tests import calls
 from services.reward.grading.codec import (
     SPECIAL,
@@ -26,10 +26,19 @@ from services.reward.grading.codec import (
     ValueTooLong,
     decode,
     encode,
+    same,
 )
-from services.reward.grading.expressions import same
-from services.reward.grading.limited.assertions import UnsatisfiableAssertion, evaluate, judged
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
+
+
+def told(test: str, *results: str, is_strict: bool = False, imports: str = "") -> list[str]:
+    """Returns the verdict and the reason of a test of these encoded results."""
+    before = sys.get_int_max_str_digits()
+    try:
+        (answer,) = judged(imports, [["f()", test, [*results]]], [], is_strict)
+    finally:
+        sys.set_int_max_str_digits(before)
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -47,6 +56,9 @@ from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
         ("f([i * i for i in range(3)]) is None", ["f([i * i for i in range(3)])"], "_0 is None"),
         ("sum(10, 15) == 6", ["sum(10, 15)"], "_0 == 6"),
         ("f(math.pi, float('inf')) != 1", ["f(math.pi, float('inf'))"], "_0 != 1"),
+        ("'%s' % f(1) == 'a'", ["f(1)"], "'%s' % _0 == 'a'"),
+        ("all(x > 0 for x in f(1))", ["f(1)"], "all((x > 0 for x in _0))"),
+        ("sorted(f(1), key=len)[0] == ''", ["f(1)"], "sorted(_0, key=len)[0] == ''"),
     ],
 )
 def test_the_candidates_calls_are_taken_out_of_an_assertion(
@@ -64,14 +76,14 @@ def test_the_candidates_calls_are_taken_out_of_an_assertion(
         "for x in range(3):\n    assert f(x) == x",
         "x = f(1)\nassert x == 1",
         "assert all(f(i) == i for i in range(3))",
-        "assert f(1).equals(2)",
         "assert f is not None",
         "assert f(1) == helper",
-        "assert (y := f(1)) == 1",
+        "assert eval(f(1)) == 1",
+        "assert getattr(f(1), 'x')(eval) == 1",
+        "import numpy\nassert numpy.allclose(f(1), 1)",
+        "len = f(1)\nassert len(f(2)) == 1",
         "try:\n    f(1)\nexcept ValueError:\n    pass",
         "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(1), 2)",
-        "assert f(1) is f(2)",
-        "assert '%s' % f(1) == 'a'",
     ],
 )
 def test_what_is_no_plain_assertion_on_calls_is_not_converted(tests: str) -> None:
@@ -123,19 +135,9 @@ def check(candidate):
         ("math.isclose(_0, 2.0)", 2.0000000001, True),
     ],
 )
-def test_assertions_are_evaluated_outside_over_plain_values(
-    test: str, value: Any, holds: bool
-) -> None:
-    assert bool(evaluate(ast.parse(test, mode="eval").body, {"_0": value})) is holds
-
-
-@pytest.mark.parametrize(
-    "test",
-    ["not _0 > 3", "_0 < 3", "[0] * 10**9 == _0", "_0 == 10**10**8", "list(range(10**9)) == _0"],
-)
-def test_nan_has_no_order_and_nothing_grows_without_bound(test: str) -> None:
-    with pytest.raises(UnsatisfiableAssertion):
-        evaluate(ast.parse(test, mode="eval").body, {"_0": float("nan")})
+def test_assertions_are_judged_over_plain_values(test: str, value: Any, holds: bool) -> None:
+    verdict, _ = told(test, encode(value), imports="import math\nimport no_such_package")
+    assert (verdict == "ok") is holds
 
 
 class Liar(int):
@@ -182,12 +184,18 @@ def test_plain_data_crosses_unchanged(value: Any) -> None:
 
 
 def test_numbers_are_no_text_of_more_than_30_000_digits() -> None:
-    short, long = encode(10**29_000), encode([7**200_000])
     start = time.process_time()
-    told = judged([("s", "len(str(_0)) == 29001", [short]), ("s", "str(_0) == 'a'", [long])], [])
+    assert told("len(str(_0)) == 29001", encode(10**29_000)) == ["ok", ""]
+    verdict, why = told("str(_0) == 'a'", encode([7**200_000]))
     assert time.process_time() - start < 1
-    assert told[0] == ["ok", ""] and told[1][0] == "wrong"
-    assert "a number of more than 30000 digits" in told[1][1]
+    assert verdict == "wrong" and "a number of more than 30000 digits" in why
+
+
+def test_what_a_value_makes_a_test_raise_is_wrong() -> None:
+    for test in ("_0 + 1", "_0.nothing", "_0[9]", "1 / 0", "exit()", "next(iter([]))"):
+        verdict, why = told(test, encode("x"))
+        assert verdict == "wrong" and why.startswith("f() cannot hold for 'x' ("), why
+    assert told("_0 == 1", '{"set": [[1]]}')[0] == "wrong"
 
 
 def test_whole_numbers_of_any_length_cross() -> None:
@@ -278,12 +286,8 @@ def test_a_set_of_equal_hashes_is_refused_before_it_is_made() -> None:
     for kind, parts in hashed:
         with pytest.raises(NotPlain):
             decode(json.dumps({kind: parts}))
-    for source in ("set(_0) == 1", "len(frozenset(_0)) == 1", "dict(zip(_0, _0)) == 1"):
-        with pytest.raises(UnsatisfiableAssertion, match="one hash"):
-            evaluate(ast.parse(source, mode="eval").body, {"_0": numbers})
     assert time.process_time() - start < 2
     assert decode(json.dumps({"set": numbers[:60]})) == set(numbers[:60])
-    assert evaluate(ast.parse("set(_0) == {7}", mode="eval").body, {"_0": [7] * 9000}) is True
 
 
 def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:
@@ -313,7 +317,7 @@ def test_results_given_as_data_are_compared_as_json_has_them(
     value: Any, wanted: Any, holds: bool
 ) -> None:
     (case,) = calls("f", [[]], [wanted], 0.0)
-    assert evaluate(ast.parse(case.test, mode="eval").body, {"_0": value}) is holds
+    assert (told(case.test, encode(value))[0] == "ok") is holds
 
 
 def test_an_iterator_is_taken_as_far_as_it_fits_and_says_where_that_ends() -> None:
@@ -322,22 +326,6 @@ def test_an_iterator_is_taken_as_far_as_it_fits_and_says_where_that_ends() -> No
     with pytest.raises(UnfinishedIterator):
         list(endless)
     assert list(decode(encode(iter(range(5000))))) == [*range(5000)]
-
-
-@pytest.mark.parametrize(
-    ("test", "value"),
-    [
-        ("_0 ** 100000 == 1", Fraction(3, 7)),
-        ("_0 * 100000000 == 1", deque([1])),
-        ("list(_0) == 1", range(10**12)),
-        ("2 ** _0 == 8", Fraction(10**9)),
-        ("_0 ** _0 == 8", Fraction(10**9)),
-        ("_0 ** 10 ** 9 == 8", Decimal("1E1000")),
-    ],
-)
-def test_values_of_any_class_do_not_take_long_to_evaluate(test: str, value: Any) -> None:
-    with pytest.raises(UnsatisfiableAssertion):
-        evaluate(ast.parse(test, mode="eval").body, {"_0": value})
 
 
 @pytest.mark.parametrize(
@@ -367,35 +355,6 @@ def test_values_of_standard_classes_are_equal_as_in_python_but_for_bools(
     assert same(left, right) is is_same and same(right, left) is is_same
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "round(5, -(10 ** 9)) == _0",
-        "round(5, _0) == 5",
-        "*".join(["9 ** 30000"] * 20) + " == _0",
-        "'x'.join(['a' * 1000000] * 1000) == _0",
-        "sum([[1] * 20000], []) == _0",
-    ],
-)
-def test_what_would_take_long_to_evaluate_cannot_hold(test: str) -> None:
-    start = time.process_time()
-    with pytest.raises(UnsatisfiableAssertion):
-        evaluate(ast.parse(test, mode="eval").body, {"_0": 10**9})
-    assert time.process_time() - start < 1
-
-
-def test_rounding_adding_up_and_joining_are_pythons() -> None:
-    for test in (
-        "round(2.567, 1) == 2.6",
-        "round(2.5) == 2",
-        "round(1234, -2) == 1200",
-        "sum([1, 2], 3) == 6",
-        "sum([[1], [2]], []) == [1, 2]",
-        "'-'.join(['a', 'b']) == 'a-b'",
-    ):
-        assert evaluate(ast.parse(test, mode="eval").body, {}) is True, test
-
-
 def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
     begin, end = "```python\nx = 1\n```\n", "```python\nx = 2\n```\n```text\nbye\n```"
     thoughts = "a thought\n" * (MAX_SEARCHED_CHARS // 10 + 10)
@@ -407,20 +366,15 @@ def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
 @pytest.mark.parametrize(
     ("given", "wanted", "told"),
     [
-        ("4\n", "5", "printed '4', wanted '5'"),
+        ("4\n", "5", "printed '4' in line 1, wanted '5'"),
+        ("", "5", "printed '' in line 1, wanted '5'"),
         (" 5\n", "5\n", "printed ' 5' in line 1, wanted '5', which differs in white space only"),
-        ("1  2", "1 2", "printed '1  2', wanted '1 2', which differs in white space only"),
-        (
-            "x\n" * 50 + "1\t2",
-            "x\n" * 50 + "1 2",
-            "printed '1\\t2' in line 51, wanted '1 2', which differs in white space only",
-        ),
         ("x\n" * 50 + "4", "x\n" * 50 + "5", "printed '4' in line 51, wanted '5'"),
-        ("x\n" * 50, "x\n" * 49, "printed 50 lines, wanted 49"),
+        ("x\n" * 50, "x\n" * 49, "printed 'x' in line 50, wanted ''"),
         (
             "x" * 100 + "4",
             "x" * 100 + "5",
-            f"printed '{'x' * 20}4' in line 1 from character 81, wanted '{'x' * 20}5'",
+            f"printed '{'x' * 20}4' in line 1, wanted '{'x' * 20}5'",
         ),
     ],
 )
@@ -429,10 +383,23 @@ def test_a_wrong_output_is_told_by_what_differs(given: str, wanted: str, told: s
     assert difference(given, wanted) == told
 
 
-def test_to_a_strict_judge_true_is_not_1() -> None:
-    cases = [("f(1) == 1", "_0 == 1", [encode(True)]), ("f(1) == [0]", "_0 == [0]", [encode([0])])]
-    assert [verdict for verdict, _ in judged(cases, [])] == ["ok", "ok"]
-    assert [verdict for verdict, _ in judged(cases, [], True)] == ["wrong", "ok"]
+@pytest.mark.parametrize(
+    ("test", "value", "strict"),
+    [
+        ("_0 == 1", True, "wrong"),
+        ("_0 == [0]", [0], "ok"),
+        ("1 == _0 != 2", True, "wrong"),
+        ("0 < _0 == 1", 1, "ok"),
+        ("_0 in (0, 1)", True, "wrong"),
+        ("_0 not in 'abc'", "d", "ok"),
+        ("not _0 != [True]", [1], "wrong"),
+        ("all(x == 1 for x in _0)", [1, True], "wrong"),
+        ("_0 is True", True, "ok"),
+    ],
+)
+def test_to_a_strict_judge_true_is_not_1(test: str, value: Any, strict: str) -> None:
+    assert told(test, encode(value))[0] == "ok"
+    assert told(test, encode(value), is_strict=True)[0] == strict
 
 
 def test_arguments_as_lines_of_json_end_at_line_feeds_only() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.calling import Caller
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -32,7 +32,7 @@ async def missed(tools: GraderTools, items: dict[str, ScoreItem], **params: Any)
     """Returns the parts of the programs that do not earn 1, by the programs' names."""
     # A host that is shared may take its time.
     spec = RewardSpec(grader="code_tests", params={**params, "timeout_s": 300, "idle_s": 100})
-    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
+    caller = Caller(registry.bind(spec, tools))
     parts: dict[int, Part] = {}
     await caller.grade([*items.values()], parts.__setitem__)
     assert len(parts) == len(items)

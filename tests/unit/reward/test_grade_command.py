@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -47,45 +48,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def grade(*arguments: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
+def grade(typed: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
     environment = {"HONE_REWARD_URL": url} if url else {}
     result = CliRunner().invoke(
-        app, ["grade", *arguments], input=stdin, env=environment, catch_exceptions=False
+        app, ["grade", *shlex.split(typed)], input=stdin, env=environment, catch_exceptions=False
     )
     return result.exit_code, result.output
 
 
 def test_a_grader_is_tried_without_any_service_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.stack.read", lambda _folder: {"reward": "http://127.0.0.1:9"})
-    code, shown = grade(
-        "exact_match",
-        "--param",
-        "column=answer",
-        "--completion",
-        "42",
-        "--row",
-        '{"answer": "42"}',
-        "-o",
-        "json",
-    )
+    typed = """exact_match --param column=answer --completion 42 --row '{"answer": "42"}' -o json"""
+    code, shown = grade(typed)
     score = json.loads(shown)
     assert (code, score["value"], score["parts"]["exact_match"]["verdict"]) == (0, 1.0, "ok")
 
 
 def test_a_class_of_ones_own_is_shown_with_what_it_printed(url: str, folder: Path) -> None:
-    file = str(folder / "own.py")
-    code, shown = grade(
-        "--file",
-        file,
-        "--function",
-        "Lines",
-        "--prompt",
-        "Q",
-        "--row",
-        '{"wanted": 1}',
-        url=url,
-        stdin="a\nb",
-    )
+    typed = f"""--file {folder}/own.py --function Lines --prompt Q --row '{{"wanted": 1}}'"""
+    code, shown = grade(typed, url, stdin="a\nb")
     assert code == 0
     assert [line.split() for line in shown.splitlines()[1:3]] == [
         ["Lines", "1", "ok", shown.split()[8], "Q", "gave", "1"],
@@ -95,52 +76,32 @@ def test_a_class_of_ones_own_is_shown_with_what_it_printed(url: str, folder: Pat
 
 def test_all_rewards_of_a_file_are_summed(url: str, folder: Path) -> None:
     row = json.dumps({"answer": "x", "wanted": 0})
-    code, shown = grade(
-        "--reward",
-        str(folder / "rewards.toml"),
-        "--completion",
-        "x",
-        "--row",
-        row,
-        "-o",
-        "json",
-        url=url,
-    )
+    code, shown = grade(f"--reward {folder}/rewards.toml --completion x --row '{row}' -o json", url)
     assert (code, json.loads(shown)["value"]) == (0, 3.0)
 
 
 def test_no_reward_is_code_1_and_says_why(url: str, folder: Path) -> None:
-    code, shown = grade(
-        "--file", str(folder / "own.py"), "--function", "fails", "--completion", "", url=url
-    )
+    code, shown = grade(f"--file {folder}/own.py --function fails --completion ''", url)
     assert code == 1
     assert "own.py line 8: RuntimeError: no way" in shown
     assert "python_grader_runtime_error" in shown
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("typed", "message"),
     [
-        ((), "name one of: a grader, --file with your own function, --reward"),
-        (("length", "--file", "x.py"), "name one of"),
-        (("length", "--completion", "x", "--row", "[1]"), "expected a JSON object"),
-        (("length", "--completion", "x", "--row", "{"), "is not JSON"),
-        (("length", "--completion", "x", "--param", "max"), "--param 'max': expected KEY=VALUE"),
-        (
-            ("length", "--completion", "x", "--param", "mx=3"),
-            "unknown key 'mx'; did you mean 'max'?",
-        ),
-        (("lenth", "--completion", "x"), "no grader 'lenth'; did you mean 'length'?"),
-        (
-            ("--file", "nowhere.py", "--completion", "x"),
-            "the reward file 'nowhere.py' cannot be read",
-        ),
+        ("", "name one of: a grader, --file with your own function, --reward"),
+        ("length --file x.py", "name one of"),
+        ("length --completion x --row [1]", "expected a JSON object"),
+        ("length --completion x --row {", "is not JSON"),
+        ("length --completion x --param max", "--param 'max': expected KEY=VALUE"),
+        ("length --completion x --param mx=3", "unknown key 'mx'; did you mean 'max'?"),
+        ("lenth --completion x", "no grader 'lenth'; did you mean 'length'?"),
+        ("--file nowhere.py --completion x", "the reward file 'nowhere.py' cannot be read"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_code_2(
-    url: str, arguments: tuple[str, ...], message: str
-) -> None:
-    code, shown = grade(*arguments, url=url)
+def test_a_mistake_is_a_sentence_and_code_2(url: str, typed: str, message: str) -> None:
+    code, shown = grade(typed, url)
     assert code == 2
     assert message in shown
 
@@ -152,7 +113,7 @@ def test_grading_that_takes_long_says_so(
     (folder / "own.py").write_text(
         "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0]\n"
     )
-    code, shown = grade("--file", str(folder / "own.py"), "--completion", "x", url=url)
+    code, shown = grade(f"--file {folder}/own.py --completion x", url)
     assert code == 0
     assert "still grading after 5 s: the reward's code is being imported, or runs" in shown
 
@@ -168,7 +129,7 @@ def test_a_service_that_went_away_is_not_reported_as_grading() -> None:
 
 
 def test_a_named_service_that_is_away_is_not_replaced() -> None:
-    code, shown = grade("length", "--completion", "x", "--param", "max=3", url="http://127.0.0.1:9")
+    code, shown = grade("length --completion x --param max=3", "http://127.0.0.1:9")
     assert code == 2
     assert "cannot reach the reward service at http://127.0.0.1:9" in shown
 
@@ -200,13 +161,13 @@ def test_a_file_of_completions_is_graded_row_by_row_with_the_mean(folder: Path) 
     ]
     file = folder / "completions.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    own = ("--reward", str(folder / "rewards.toml"), "--completions", str(file))
-    code, shown = grade(*own, "-o", "json")
+    own = f"--reward {folder}/rewards.toml --completions {file}"
+    code, shown = grade(f"{own} -o json")
     graded = json.loads(shown.splitlines()[-1])
     assert code == 0 and (graded["mean"], graded["num_missing"]) == (1.5, 0)  # 1 and 2 * 1
     assert [score["value"] for score in graded["scores"]] == [1.0, 2.0]
     assert graded["scores"][0]["parts"]["Lines"]["detail"] == "a gave 1"
-    _, shown = grade(*own)
+    _, shown = grade(own)
     assert [line.split() for line in shown.splitlines()[-3:]] == [
         ["1", "0", "1", "1", "wanted", "'y';", "a", "gave", "1"],
         ["2", "1", "0", "2", "gave", "0"],
@@ -217,5 +178,5 @@ def test_a_file_of_completions_is_graded_row_by_row_with_the_mean(folder: Path) 
 def test_a_line_without_a_completion_is_named(folder: Path) -> None:
     file = folder / "completions.jsonl"
     file.write_text('{"completion": "a"}\n[1]\n')
-    code, shown = grade("exact_match", "--completions", str(file))
+    code, shown = grade(f"exact_match --completions {file}")
     assert code == 2 and "line 2 is '[1]'; expected a JSON object with `completion`" in shown

@@ -148,11 +148,12 @@ async def test_exact_match_takes_whole_numbers_and_refuses_the_rest(
 
 
 NEW = """
-from services.reward.grading.registry import grader
+from services.reward.grading.registry import ItemGrader, Params, grader, right_or_wrong
 
 @grader("test_of_a_new_file")
-def shouts(items):
-    return [float(item.completion.isupper()) for item in items]
+class Shouts(ItemGrader[Params]):
+    async def grade_item(self, item):
+        return right_or_wrong(item.completion.isupper())
 """
 
 

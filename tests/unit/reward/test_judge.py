@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from services.reward.grading import judge_client as replies
+from services.reward.grading import judging as replies
 from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed

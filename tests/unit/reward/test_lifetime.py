@@ -12,21 +12,18 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.host.processes import free_port
 from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
+from tests.support.reward_service import ROOT, RunningService, running_service
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = Path("/usr/bin/python3.11")
 
 
@@ -37,58 +34,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
-class Running:
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-
-    def answers(self) -> bool:
-        with suppress(OSError):
-            urllib.request.urlopen(f"{self.url}/healthz", timeout=5).read()
-            return True
-        return self.process.poll() is not None
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), headers, method="POST"
-        )
-        try:
-            return json.load(urllib.request.urlopen(request, timeout=30))
-        except urllib.error.HTTPError as error:
-            return json.load(error)
-
-
-@contextmanager
-def reward_service(*prefix: str, **environment: str) -> Iterator[Running]:
-    port = free_port()
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HONE_REWARD_PORT": str(port),
-        "HONE_SANDBOX_SLOTS": "2",
-    } | environment
-    command = [*prefix, sys.executable, "-m", "services.reward"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    log: list[str] = []
-    reader = threading.Thread(target=lambda pipe: log.extend(pipe), args=(process.stderr,))
-    reader.start()
-    try:
-        running = Running(process, port)
-        assert eventually(running.answers), "".join(log)
-        yield running
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stderr.close()
-
-
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal.Signals) -> None:
-    with reward_service() as running:
+    with running_service(HONE_SANDBOX_SLOTS="2") as running:
         source = (
             "import time\ndef reward(completions):\n"
             "    if completions[0] == 'wait': time.sleep(60)\n    return [1.0]"
@@ -114,7 +62,7 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
 
 
 def test_no_process_of_a_killed_service_goes_on_comparing() -> None:
-    with reward_service() as running:
+    with running_service(HONE_SANDBOX_SLOTS="2") as running:
         reward = {"grader": "math", "params": {"cpu_s": 60}}
         endless = {
             "prompt": "",
@@ -138,7 +86,7 @@ def _cpu_s(pid: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _quietly(running: Running, path: str, body: dict[str, Any]) -> None:
+def _quietly(running: RunningService, path: str, body: dict[str, Any]) -> None:
     with suppress(OSError, ValueError):
         running.post(path, body)
 
@@ -185,9 +133,8 @@ def test_a_misspelt_setting_is_one_sentence_and_code_2() -> None:
 )
 def test_a_host_without_user_namespaces_is_refused_by_the_name_of_the_call() -> None:
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
-    with reward_service(
-        "unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"
-    ) as running:
+    prefix = ("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
+    with running_service(prefix=prefix, until="/healthz") as running:
         refused = running.post("/execute", {"code": "print(1)"})
         assert refused["status"] == 500
         assert (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.calling import Caller
 from services.reward.grading.registry import GraderTools
 from services.reward.sandbox.host import Groups
 from shared.job import RewardSpec
@@ -32,7 +32,7 @@ async def hung_ones_cost_right_ones_nothing(
 ) -> None:
     # Without cgroups wall time is all that ends most of them.
     spec = RewardSpec(grader="code_tests", params={**LIMITS, "timeout_s": 8})
-    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
+    caller = Caller(registry.bind(spec, tools))
     right = {f"right {number}": f"{RIGHT[style]}\n# {number}" for number in range(8)}
     programs = hung | right
     items = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.calling import Caller
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -47,7 +47,7 @@ async def graded(tools: GraderTools, programs: dict[int, str], tests: list[Any])
         )
         for row in tests
     ]
-    caller = Caller(registry.bind(SPEC, tools), VerdictCache(0))
+    caller = Caller(registry.bind(SPEC, tools))
     await caller.grade(items, lambda at, part: parts.update({tests[at]["task_id"]: part}))
     return parts
 

@@ -11,8 +11,8 @@ import pytest
 
 from services.reward.graders.python_value import breach
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, VerdictCache
-from services.reward.grading.expressions import same
+from services.reward.grading.calling import Caller
+from services.reward.grading.codec import same
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.job import RewardSpec
@@ -353,7 +353,7 @@ async def test_waiting_behind_programs_that_sleep_makes_no_reward_missing() -> N
             for n in range(6)
         ]
         told: dict[int, Part] = {}
-        await Caller(grader, VerdictCache(0)).grade(items, told.__setitem__)
+        await Caller(grader).grade(items, told.__setitem__)
         assert [told[n].verdict for n in range(6)] == ["time_limit"] * 6
 
 

@@ -16,7 +16,6 @@ from shared.wire import Execution, Prompt, ScoreItem, ScoreRequest
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
 BOXED = r"<think>try \boxed{4}, no</think> The answer is \boxed{5}."
-CODE = "```python\n{}\n```"
 HARMONY = "<|channel|>analysis<|message|>4?<|end|><|start|>assistant<|channel|>final<|message|>{}"
 ASSISTANT = "<|end|><|start|>assistant"
 
@@ -56,12 +55,6 @@ ANSWERS = {
     "in a string with more": (r'x = f"<think>{s}</think>\n"', "", r'x = f"<think>{s}</think>\n"'),
     "between apostrophes": ("that's it.</think>It's 5, isn't it", "", "It's 5, isn't it"),
     "between quotations": ("'a' is it</think>'b' 5", "", "'b' 5"),
-    "in code": (CODE.format("<think>a</think>"), "", CODE.format("<think>a</think>")),
-    "in code after a thought": (
-        "<think>4?</think>" + CODE.format("</think>"),
-        "",
-        CODE.format("</think>"),
-    ),
     "harmony": (HARMONY.format("5"), ASSISTANT, "5"),
     "harmony, its end shown": (HARMONY.format("5<|return|>"), "", "5"),
     "harmony, prompt unknown": (HARMONY.format("5"), "", "5"),
@@ -185,7 +178,7 @@ async def test_code_in_a_thought_is_not_the_program() -> None:
     sandbox = ScriptedSandbox(Execution(verdict="ok", value=8))
     tools = tools_of(sandbox)
     spec = RewardSpec(grader="python_value")
-    completion = f"<think>{CODE.format('4')}</think>The value is in my head."
+    completion = "<think>```python\n4\n```</think>The value is in my head."
     await graded(tools, spec, completion, {"target": 8})
     assert sandbox.asked[0].inputs["_source"] == "The value is in my head."
     await tools.limited.close()

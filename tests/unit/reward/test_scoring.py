@@ -9,7 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from services.reward.grading import registry
-from services.reward.grading.registry import Column, Grader, GraderTools, Params, grader
+from services.reward.grading.registry import (
+    Column,
+    Grader,
+    GraderTools,
+    ItemGrader,
+    Params,
+    grader,
+)
 from services.reward.grading.scoring import SAMPLER_FAILED, Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -43,9 +50,13 @@ def _part(value: float | str) -> Part:
 
 
 @grader("test_shouts")
-def shouts(items: Sequence[ScoreItem]) -> list[float | None]:
+class Shouts(ItemGrader[Params]):
     """1 for a completion in capitals; nothing to say of an empty one."""
-    return [float(item.completion.isupper()) if item.completion else None for item in items]
+
+    async def grade_item(self, item: ScoreItem) -> Part:
+        if not item.completion:
+            return Part(value=None, verdict="skipped")
+        return Part(value=float(item.completion.isupper()))
 
 
 def item(completion: str = "A", finish_reason: str = "stop", **row: object) -> ScoreItem:
@@ -198,7 +209,7 @@ async def test_job_code_is_refused_where_the_settings_forbid_it() -> None:
         await Scorer(tools).check([RewardSpec(source="def reward(completions): ...")], [])
 
 
-def test_listings_show_the_params_of_class_and_function_graders() -> None:
+def test_listings_show_the_params_of_graders() -> None:
     params = {info.name: set(info.params["properties"]) for info in registry.infos()}
     assert params["exact_match"] == {"column", "strip", "ignore_case"}
     assert params["python_value"] == {
@@ -215,7 +226,7 @@ def test_listings_show_the_params_of_class_and_function_graders() -> None:
 
 def test_a_name_can_be_taken_once() -> None:
     with pytest.raises(ValueError, match="two graders are called 'length'"):
-        grader("length")(shouts)
+        grader("length")(Shouts)
 
 
 async def test_a_request_of_too_many_verdicts_is_refused(scripted_tools: GraderTools) -> None:

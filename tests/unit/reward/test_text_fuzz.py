@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, VerdictCache
-from services.reward.grading.judge_client import Question
-from services.reward.grading.judging import JudgeGrader
+from services.reward.grading.calling import Caller
+from services.reward.grading.judging import JudgeGrader, Question
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.hostile_texts import hostile_texts
@@ -89,7 +88,7 @@ async def parts_of(name: str, count: int) -> tuple[list[Part], float]:
     bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
     if isinstance(bound, JudgeGrader):
         bound._judge._reply = partial(quoting, grader)  # pyright: ignore
-    caller = Caller(bound, VerdictCache(0))
+    caller = Caller(bound)
     found: list[Part] = []
     longest_s = 0.0
     first = ScoreItem(prompt="", completion="", row={**ROW, "answer_number": 8675309})

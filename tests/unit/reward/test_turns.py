@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.calling import Caller
 from services.reward.grading.registry import Grader, GraderTools, Params
 from services.reward.sandbox.base import asking
 from services.reward.sandbox.local import LocalSandbox
@@ -39,7 +39,7 @@ seen: list[tuple[str, tuple[object, ...]]] = []
 async def test_a_graders_calls_are_taken_in_turns_by_group(scripted_tools: GraderTools) -> None:
     seen.clear()
     Slow.name = "slow"
-    caller = Caller(Slow(RewardSpec(grader="slow"), Params(), scripted_tools), VerdictCache(0))
+    caller = Caller(Slow(RewardSpec(grader="slow"), Params(), scripted_tools))
     big, small = (
         [ScoreItem(prompt=name, completion=str(number)) for number in range(count)]
         for name, count in (("big", 20), ("small", 2))

@@ -4,10 +4,10 @@ where it runs.
     tests.py      the column of the tests, in any form -> what to run
     asserts.py    assert statements -> calls to make, and what must hold of the results
     sound.py      tests that mean nothing for any program, and names that tests do not define
-    candidate.py  makes the calls in a sandbox (`inside_candidate.py`), has the results judged, and
-                  runs whole programs on inputs
-    proxy.py      tests that cannot be converted: they run in a second sandbox (`inside_tests.py`),
-                  with proxies for the candidate's functions
+    candidate.py  makes the calls in a sandbox (`inside_candidate.py`), has the results judged in a
+                  second one (`inside_tests.py`), and runs whole programs on inputs
+    proxy.py      tests that cannot be converted: they run in the second sandbox, with proxies for
+                  the candidate's functions
 
 A missing result is a failed test, whatever the exit code and whatever was printed. Whether a row
 has no reward follows from the row alone: no program can choose it. Not supported: tests that use
@@ -27,7 +27,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from services.reward.graders.code_tests import proxy, sound
-from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import (
     NO_VALUE,
     Candidate,
@@ -213,7 +212,7 @@ class CodeTests(ItemGrader[CodeTestsParams]):
     async def _verdicts(self, candidate: Candidate, tests: Tests) -> list[tuple[Verdict, str]]:
         """Returns the verdict and the reason of each test that was run, in order. With binary
         credit the first failing test is the last."""
-        verdicts = await self._cases(candidate, tests.cases)
+        verdicts = await self._cases(candidate, tests)
         for code in tests.codes:
             if self._is_over(candidate, verdicts):
                 return verdicts
@@ -224,18 +223,16 @@ class CodeTests(ItemGrader[CodeTestsParams]):
             verdicts.append(await run_pair(candidate, pair, self.params.tolerance))
         return verdicts
 
-    async def _cases(
-        self, candidate: Candidate, cases: tuple[Case, ...]
-    ) -> list[tuple[Verdict, str]]:
+    async def _cases(self, candidate: Candidate, tests: Tests) -> list[tuple[Verdict, str]]:
         """Runs many cases in one process. If that process ended early, runs them again one by
         one."""
         verdicts: list[tuple[Verdict, str]] = []
-        for start in range(0, len(cases), CALLS_PER_JOB):
-            several = cases[start : start + CALLS_PER_JOB]
+        for start in range(0, len(tests.cases), CALLS_PER_JOB):
+            several = tests.cases[start : start + CALLS_PER_JOB]
             answers = await judged(
-                self.tools.limited,
                 candidate,
                 several,
+                tests.imports,
                 last=NO_VALUE if self.params.credit == "binary" else (),
                 share=2,
             )
@@ -243,7 +240,7 @@ class CodeTests(ItemGrader[CodeTestsParams]):
                 if self._is_over(candidate, verdicts):
                     return verdicts
                 if answers is None:
-                    (answer,) = await judged(self.tools.limited, candidate, [case]) or [None]
+                    (answer,) = await judged(candidate, [case], tests.imports) or [None]
                 verdicts.append(answer or ("runtime_error", "no result"))
         return verdicts
 

@@ -4,14 +4,15 @@ hold of their results.
     assert add(1, 2) == 3     ->   call "add(1, 2)", and afterwards, outside: _0 == 3
 
 A call of the candidate is sent whole, with its arguments (`f(g(1))`, `Solution().f([1])`,
-`f(1)[0]`); everything around it is evaluated outside (`grading/limited/assertions.py`). Tests with
-anything else in them (loops, helper functions, `try`) are not converted: they run unchanged in a
-second sandbox (`proxy.py`).
+`f(1)[0]`); everything around it is evaluated in another sandbox (`inside_tests.py`). Tests with
+anything else in them (loops, helper functions, `try`) are not converted: they run unchanged there
+(`proxy.py`).
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,17 @@ from services.reward.graders.code_tests.sound import (
     BUILTINS,
     always_holds,
     bound_names,
+    evaluated,
     loaded_names,
     nodes,
 )
 from services.reward.grading.expressions import parse_program
-from services.reward.grading.limited.assertions import FUNCTIONS, supported
+
+_REDEFINED = """
+abs all any bool complex dict divmod enumerate float frozenset int isinstance len list max min range
+reversed round set sorted str sum tuple type zip
+"""
+"""Functions of Python that may be the candidate's, as in `sum(10, 15) == 6`."""
 
 _PROGRAM = "solution"
 """The module as which tests for pytest import the program."""
@@ -56,17 +63,13 @@ def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") ->
     `tests` do not know.
     """
     body = parse_program(tests).body
-    of_setup = BUILTINS | bound_names(parse_program(setup))
+    of_setup = bound_names(parse_program(setup))
     called = {
         node.func.id
         for node in nodes(body)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    } - (of_setup | bound_names(ast.Module(body, [])))
-    return _suite(
-        body,
-        frozenset([entry_point]) if entry_point else frozenset(called),
-        of_setup | _imported(body),
-    )
+    } - (BUILTINS | of_setup | bound_names(ast.Module(body, [])))
+    return _suite(body, frozenset([entry_point]) if entry_point else frozenset(called), of_setup)
 
 
 def from_check(tests: str, entry_point: str) -> Suite | None:
@@ -83,14 +86,26 @@ def from_check(tests: str, entry_point: str) -> Suite | None:
         if isinstance(node, ast.Name) and node.id == argument:
             node.id = entry_point
     body = [*(part for part in tree.body if part not in checks), *checks[0].body]
-    return _suite(
-        body,
-        frozenset([entry_point]),
-        BUILTINS | _imported(body),
+    return _suite(body, frozenset([entry_point]), frozenset())
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The names that calls may use in the program's sandbox, and those that tests may use of their
+    results in the other one."""
+
+    of_calls: frozenset[str]
+    of_tests: frozenset[str]
+
+
+def _suite(
+    body: list[ast.stmt], candidates: frozenset[str], of_setup: frozenset[str]
+) -> Suite | None:
+    bound = of_setup | bound_names(ast.Module(body, []))
+    known = _Known(
+        BUILTINS | of_setup | bound_names(ast.Module([*filter(_imports, body)], [])),
+        (BUILTINS - bound) | bound_names(ast.Module([*filter(_imports_standard, body)], [])),
     )
-
-
-def _suite(body: list[ast.stmt], candidates: frozenset[str], known: frozenset[str]) -> Suite | None:
     imports: list[str] = []
     cases: list[Case] = []
     is_sound = False
@@ -108,15 +123,17 @@ def _suite(body: list[ast.stmt], candidates: frozenset[str], known: frozenset[st
     return Suite("\n".join(imports), tuple(cases)) if is_sound else None
 
 
-def _case(test: ast.expr, candidates: frozenset[str], known: frozenset[str]) -> Case | None:
+def _case(test: ast.expr, candidates: frozenset[str], known: _Known) -> Case | None:
     source = ast.unparse(test)
     extraction = _Extraction(candidates if loaded_names(test) & candidates else _head(test))
     rest: Any = extraction.visit(test)
-    inputs_known = all(_free(call) <= known | extraction.candidates for call in extraction.calls)
+    of_calls = known.of_calls | extraction.candidates
     results = frozenset(f"_{number}" for number in range(len(extraction.calls)))
     if (
-        not inputs_known
-        or not supported(rest, results)
+        not all(_free(call) <= of_calls for call in extraction.calls)
+        or not _free(rest) <= known.of_tests | results
+        or evaluated(rest)
+        or any(isinstance(node, ast.Await | ast.Yield | ast.YieldFrom) for node in ast.walk(rest))
         or (not results and not isinstance(test, ast.Constant))
     ):
         return None
@@ -176,11 +193,13 @@ def _root(node: ast.expr) -> str:
 
 def _head(test: ast.expr) -> frozenset[str]:
     """Returns the outermost function that is called first. It is the candidate's if all names are
-    Python's (`sum(10, 15) == 6`)."""
+    Python's."""
     while isinstance(test, ast.UnaryOp | ast.Compare):
         test = test.operand if isinstance(test, ast.UnaryOp) else test.left
     is_call = (
-        isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in FUNCTIONS
+        isinstance(test, ast.Call)
+        and isinstance(test.func, ast.Name)
+        and test.func.id in _REDEFINED.split()
     )
     return frozenset([_root(test)]) if is_call else frozenset()
 
@@ -189,9 +208,15 @@ def _imports(part: ast.stmt) -> bool:
     return isinstance(part, ast.Import | ast.ImportFrom)
 
 
-def _imported(body: list[ast.stmt]) -> frozenset[str]:
-    """Returns the names that calls may use: the imports of the tests, not their data."""
-    return bound_names(ast.Module([part for part in body if _imports(part)], []))
+def _imports_standard(part: ast.stmt) -> bool:
+    """Returns whether a statement imports modules that every sandbox has."""
+    if isinstance(part, ast.Import):
+        modules = [alias.name for alias in part.names]
+    elif isinstance(part, ast.ImportFrom) and part.module and not part.level:
+        modules = [part.module]
+    else:
+        return False
+    return all(module.partition(".")[0] in sys.stdlib_module_names for module in modules)
 
 
 def _idle(part: ast.stmt) -> bool:

@@ -1,7 +1,7 @@
 """Runs a program in a sandbox, makes calls of its functions and has the results judged.
 
 What a sandbox returns is untrusted: it is checked here. What a program returned decides how much
-judging it costs, so a process with limits judges it (`grading/limited/assertions.py`).
+judging it costs, so it is judged in a sandbox, another one than the program's (`inside_tests.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.grading import codec
 from services.reward.grading.codec import SPECIAL
-from services.reward.grading.limited.pool import Call, LimitedPool, NoValue
 from services.reward.grading.programs import KEEP_CHARS, explained, fault
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.inside.child import WALL_PER_CPU
@@ -140,29 +139,27 @@ class Candidate:
         return CallEnd(_VERDICTS[how], detail, how=how, text=detail)
 
 
-FIRST_CPU_S, JUDGING_CPU_S = 0.2, 2.0
-"""Seconds of CPU time for judging the cases of one process; most take a millisecond. Cases that
-take longer than the first limit are judged again with the second, after all completions of the
-group that have used less. So completions that are made to be slow delay others by a tenth of their
-time only."""
+JUDGING_CPU_S = 2.0
+"""Seconds of CPU time for judging the cases of one process; most take a millisecond."""
 
 CHARS_PER_CPU_S = 100_000
-"""Characters of tests that add a second to these limits, because the row decides the length of its
+"""Characters of tests that add a second to this limit, because the row decides the length of its
 tests."""
 
 Judged = tuple[Verdict, str]
 
 
 async def judged(
-    limited: LimitedPool,
     candidate: Candidate,
     cases: Sequence[Case],
+    imports: str,
     *,
     last: Sequence[str] = (),
     share: int = 1,
 ) -> list[Judged] | None:
     """Returns the verdicts of cases that are run in one process; None if that process or the
-    judging ended early, and running the cases one by one may tell more."""
+    judging ended early, and running the cases one by one may tell more. `imports` are the tests'
+    own."""
     calls = [["expression", call] for case in cases for call in case.calls]
     outcomes = await candidate.call(calls, last=last, share=min(share, len(cases)))
     if isinstance(outcomes, CallEnd):
@@ -176,14 +173,11 @@ async def judged(
         verdicts.append(_without_value(case, own))
         if verdicts[-1] is None:
             open_cases.append((case, [outcome.text for outcome in own]))
-    try:
-        told = iter(await _told(limited, open_cases, candidate))
-    except NoValue as error:
-        if len(cases) > 1:
-            return None
-        verdict = "wrong" if error.end == "error" else error.end
-        return [(verdict, f"what it returned could not be judged: {error.detail}")]
-    return [next(told) if verdict is None else verdict for verdict in verdicts]
+    told = await _told(candidate, open_cases, imports)
+    if isinstance(told, tuple):
+        return [told] if len(cases) == 1 else None
+    rest = iter(told)
+    return [next(rest) if verdict is None else verdict for verdict in verdicts]
 
 
 def _without_value(case: Case, outcomes: list[CallEnd]) -> Judged | None:
@@ -197,32 +191,33 @@ def _without_value(case: Case, outcomes: list[CallEnd]) -> Judged | None:
 
 
 async def _told(
-    limited: LimitedPool, cases: list[tuple[Case, list[str]]], candidate: Candidate
-) -> list[Judged]:
-    """Returns the verdict on each case with its results. Raises NoValue."""
+    candidate: Candidate, cases: list[tuple[Case, list[str]]], imports: str
+) -> list[Judged] | Judged:
+    """Returns the verdict on each case with its results, or the one verdict of a judging that ended
+    early. Its time counts as the program's."""
     if not cases:
         return []
-    given = [(case.source[:100], case.test, results) for case, results in cases]
-    chars = sum(len(case.test) for case, _ in cases)
-    for cpu_s in (FIRST_CPU_S, JUDGING_CPU_S):
-        own_s = cpu_s + chars / CHARS_PER_CPU_S
-        arguments = (given, sorted(candidate.special), candidate.is_strict)
-        call = Call("limited.assertions", "judged", arguments, own_s)
-        try:
-            return [(verdict, detail) for verdict, detail in await limited.run(call)]
-        except NoValue as error:
-            if error.end != "time_limit" or cpu_s == JUDGING_CPU_S:
-                raise
-    raise AssertionError("the last try returns or raises")
+    arguments = {
+        "imports": imports,
+        "cases": [[case.source[:100], case.test, results] for case, results in cases],
+        "special": sorted(candidate.special),
+        "is_strict": candidate.is_strict,
+    }
+    cpu_s = JUDGING_CPU_S + sum(len(case.test) for case, _ in cases) / CHARS_PER_CPU_S
+    limits = {**candidate.job_limits(), "cpu_s": cpu_s}
+    execution = await candidate.sandbox.execute(job("inside_tests", arguments, "judged", **limits))
+    candidate.wall_s += execution.wall_s
+    verdict, detail = fault(execution)
+    if verdict != "ok":
+        return verdict, f"what it returned could not be judged: {detail}"
+    return [(verdict, detail) for verdict, detail in execution.value]
 
 
 MAX_OUTPUT_BYTES = 60_000
 """Most bytes of output that a test may expect: the sandbox keeps 64 KiB."""
 
-WHITE_SPACE = ", which differs in white space only"
-
 KEPT_BEFORE = 20
-"""Characters shown before the first that differs in a long line."""
+"""Characters shown before the first one that differs."""
 
 _NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][-+]?\d{1,3})?")
 
@@ -248,27 +243,22 @@ async def run_pair(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[
 
 
 def difference(given: str, wanted: str) -> str:
-    """Returns how an output differs from the one wanted: the beginnings of both, or the first line
-    that differs where these look alike."""
-    ours, theirs = (f"{text.strip()!r:.80}" for text in (given, wanted))
-    if ours != theirs:
-        same_words = given.split() == wanted.split()
-        return f"printed {ours}, wanted {theirs}{WHITE_SPACE if same_words else ''}"
-    pairs = itertools.zip_longest(_lines(given), _lines(wanted))
-    number, (our, their) = next(
-        (number, (our, their))
-        for number, (our, their) in enumerate(pairs, 1)
-        if our is None or their is None or our.rstrip() != their.rstrip()
+    """Returns how an output differs from the one wanted, by the first line that does."""
+    pairs = itertools.zip_longest(_lines(given), _lines(wanted), fillvalue="")
+    number, (ours, theirs) = next(
+        (number, pair)
+        for number, pair in enumerate(pairs, 1)
+        if pair[0].rstrip() != pair[1].rstrip()
     )
-    if our is None or their is None:
-        return f"printed {len(_lines(given))} lines, wanted {len(_lines(wanted))}"
-    words = WHITE_SPACE if our.split() == their.split() else ""
-    letters = enumerate(zip(our, their, strict=False))
-    num_same = next((at for at, (a, b) in letters if a != b), min(len(our), len(their)))
-    at = max(num_same - KEPT_BEFORE, 0)
-    ours, theirs = (f"{line[at:].rstrip()!r:.80}" for line in (our, their))
-    place = f"line {number}" + (f" from character {at + 1}" if at else "")
-    return f"printed {ours} in {place}, wanted {theirs}{words}"
+    same = itertools.takewhile(
+        lambda letters: letters[0] == letters[1], zip(ours, theirs, strict=False)
+    )
+    at = max(sum(1 for _ in same) - KEPT_BEFORE, 0)
+    is_blank = ours.split() == theirs.split()
+    return (
+        f"printed {ours[at:]!r:.80} in line {number}, wanted {theirs[at:]!r:.80}"
+        f"{', which differs in white space only' if is_blank else ''}"
+    )
 
 
 def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:
@@ -329,12 +319,14 @@ def _shipped(name: str) -> dict[str, Any]:
 _INPUTS = {name: _shipped(name) for name in ("inside_candidate", "inside_tests")}
 
 
-def job(module: str, arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:
-    """Returns the program that calls `run(**arguments)` of `inside_candidate` or `inside_tests` in
-    a sandbox."""
+def job(
+    module: str, arguments: dict[str, Any], function: str = "run", **limits: Any
+) -> ExecuteRequest:
+    """Returns the program that calls a function of `inside_candidate` or `inside_tests` in a
+    sandbox."""
     return ExecuteRequest(
         code=_LOADER,
-        expression="_module.run(**_arguments)",
+        expression=f"_module.{function}(**_arguments)",
         inputs={**_INPUTS[module], "_arguments": arguments},
         **limits,
     )

@@ -1,7 +1,10 @@
-"""In the tests' sandbox: runs test code, in which the candidate's functions are proxies. Standard
-library only.
+"""In the tests' sandbox: judges results of the candidate (`judged`), or runs test code in which its
+functions are proxies (`run`). Standard library only.
 
-No candidate code runs here. A proxy answers a call from `known`, the results of calls made so far,
+No candidate code runs here: what it returned is made anew of exact built-in types, so no equality
+is the program's.
+
+A proxy answers a call from `known`, the results of calls made so far,
 which are plain data. It notes a call that is not known, and answers with a `Guess`, which agrees
 with everything, so that one run finds all calls of a loop. How a run with guesses ends does not
 count.
@@ -11,8 +14,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import json
 import sys
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from services.reward.grading.codec import (
@@ -21,6 +27,7 @@ from services.reward.grading.codec import (
     WrongType,
     decode,
     encode,
+    same,
 )
 
 MAX_GUESSED_CALLS = 500
@@ -257,3 +264,104 @@ def run(
     elif proxies.unknown:
         how, text = "unknown", ""
     return {**proxies.calls(), "how": how, "text": text}
+
+
+MAX_TEXT_DIGITS = 30_000
+"""Most digits of a number as text: writing or reading it takes time that grows with their
+square."""
+
+AGREES = "_agrees_with_one_of"
+"""The function of tests that are given as data. Its arguments: a result, the results that are
+right, and a tolerance."""
+
+
+def judged(
+    imports: str, cases: list[list[Any]], special: list[str], is_strict: bool
+) -> list[list[str]]:
+    """Returns verdict ("ok" or "wrong") and reason of each case: its source to show, the test, and
+    the encoded results `_0`, `_1`, ... `special` are the special floats that results may have. To a
+    strict judge True is not 1; else equality is Python's own, as where others run these tests."""
+    sys.set_int_max_str_digits(MAX_TEXT_DIGITS)
+    names: dict[str, Any] = {AGREES: _agrees, **_BY_SAME}
+    for part in ast.parse(imports).body:
+        with contextlib.suppress(Exception):  # of a package that calls need, and tests do not
+            exec(compile(ast.Module([part], []), "tests.py", "exec"), names)
+    return [_verdict(*case, names, frozenset(special), is_strict) for case in cases]
+
+
+def _verdict(
+    shown: str,
+    test: str,
+    results: list[str],
+    names: dict[str, Any],
+    special: frozenset[str],
+    is_strict: bool,
+) -> list[str]:
+    try:
+        values = [decode(text, special=special) for text in results]
+    except NotPlain as error:
+        return ["wrong", f"returned {error} in {shown}"]
+    tree = ast.parse(test, mode="eval")
+    if is_strict:
+        tree = ast.fix_missing_locations(_Strict().visit(tree))
+    given = {f"_{number}": value for number, value in enumerate(values)}
+    try:
+        if eval(compile(tree, "test", "eval", dont_inherit=True), {**names, **given}):
+            return ["ok", ""]
+    except BaseException as error:  # whatever the test raises over what the program returned
+        got, why = _shown(values), f"{type(error).__name__}: {error}"
+        return ["wrong", f"{shown} cannot hold for {got} ({why:.80})"]
+    return ["wrong", f"{shown} does not hold: it got {_shown(values)}"]
+
+
+def _shown(values: list[Any]) -> str:
+    try:
+        return ", ".join(f"{value!r:.80}" for value in values)
+    except ValueError:
+        return f"a number of more than {MAX_TEXT_DIGITS} digits"
+
+
+class _Strict(ast.NodeTransformer):
+    """Comparisons of equality by the functions of `_BY_SAME`."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        operands: list[Any] = [self.visit(part) for part in (node.left, *node.comparators)]
+        parts: list[ast.expr] = []
+        for left, kind, right in zip(operands, node.ops, operands[1:], strict=False):
+            name = f"_{type(kind).__name__}"
+            parts.append(
+                ast.Call(ast.Name(name, ast.Load()), [left, right], [])
+                if name in _BY_SAME
+                else ast.Compare(left, [kind], [right])
+            )
+        return ast.BoolOp(ast.And(), parts) if len(parts) > 1 else parts[0]
+
+
+def _is_in(value: Any, values: Any) -> bool:
+    is_text = isinstance(values, str | bytes)
+    return value in values if is_text else any(same(value, part) for part in values)
+
+
+_BY_SAME: dict[str, Callable[[Any, Any], bool]] = {
+    "_Eq": same,
+    "_NotEq": lambda left, right: not same(left, right),
+    "_In": _is_in,
+    "_NotIn": lambda left, right: not _is_in(left, right),
+}
+
+
+def _agrees(value: Any, wanted: list[Any], tolerance: float) -> bool:
+    return any(same(_as_json(value), _as_json(one), tolerance) for one in wanted)
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value as it would be once written as JSON and read again."""
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    if isinstance(value, dict):
+        return {_key(key): _as_json(part) for key, part in value.items()}
+    return value
+
+
+def _key(key: Any) -> Any:
+    return json.dumps(key) if isinstance(key, int | float | None) else key

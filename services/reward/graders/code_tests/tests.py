@@ -21,9 +21,9 @@ from typing import Any, Literal
 from services.reward.graders.code_tests import asserts, sound
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import MAX_OUTPUT_BYTES, Pair
+from services.reward.graders.code_tests.inside_tests import AGREES
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
 from services.reward.grading.expressions import parse_program
-from services.reward.grading.limited.assertions import AGREES
 from services.reward.grading.registry import GradingFailed, wrong_row
 
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(\(\)\.[^\W\d]\w*)?")

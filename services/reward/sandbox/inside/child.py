@@ -20,27 +20,15 @@ import os
 import resource
 import select
 import signal
-import struct
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from services.reward.sandbox.inside import frames, kernel, program
 
 _RESULT, _PROGRAM = 3, 4
 """The child's own descriptors beside 0, 1, 2: where its result goes, and where its program comes
 from."""
-
-REQUEST = struct.Struct("=dddQQ")
-"""The service's message: the fields of `Limits`, and the sizes of the input and of the program that
-follow."""
-
-FACTS = struct.Struct("=?iBddBq?QQQ")
-"""The answer to the service, in the order of `facts_of`; the last three numbers are the sizes of
-stdout, stderr and the result, which follow."""
-
-_LIMITS = (None, "wall", "cpu", "idle")
-_MEMORY = ("unknown", "enough", "own limit", "host")
 
 _SHORTEST_LOOK_S = 0.01
 """How precisely the limits of CPU time and of idling are kept."""
@@ -104,20 +92,22 @@ class Child:
         self._start = 0.0
 
     def run(self) -> bool:
-        """Takes a program from the service, and sends how it ended: plain facts, which
-        `verdicts.py` judges, and the beginnings of its output and of its result. None of these is
-        ever in this process's memory, where the next child could read it.
+        """Takes a program from the service, and sends how it ended.
 
-        Returns False, and runs nothing, once the service is gone.
+            service: {limits, stdin_size, program_size}, then the input and the program
+            slot:    {facts, sizes}, then the beginnings of stdout, of stderr and of the result
+
+        The facts are those of `verdicts.ProgramExit`. What follows a message is never in this
+        process's memory, where the next child could read it. Returns False, and runs nothing, once
+        the service is gone.
         """
         slot = self._slot
-        request = frames.exactly(slot.control, REQUEST.size)
+        request = frames.receive(slot.control)
         if request is None:
             return False
-        timeout_s, cpu_s, idle_s, stdin_size, program_size = REQUEST.unpack(request)
         ooms_before, metered_before_s = self._ooms(), self._metered_s()
-        self._hand_over(stdin_size, program_size)
-        limit = self._watch(Limits(timeout_s, cpu_s, idle_s))
+        self._hand_over(request["stdin_size"], request["program_size"])
+        limit = self._watch(Limits(**request["limits"]))
         status, usage = self._end(by_force=limit is not None)
         # The usage lacks processes that ended with the child; the meter counts the whole slot.
         used_s = max(usage.ru_utime + usage.ru_stime, self._metered_s() - metered_before_s)
@@ -129,18 +119,17 @@ class Child:
             min(stderr_size, program.KEEP_BYTES),
             min(result_size, program.RESULT_BYTES),
         )
-        facts = FACTS.pack(
-            slot.began[0] == 1,
-            code,
-            _LIMITS.index(limit),
-            wall_s,
-            used_s,
-            _MEMORY.index(memory),
-            usage.ru_maxrss << 10,
-            max(stdout_size, stderr_size) > program.KEEP_BYTES,
-            *kept,
-        )
-        frames.send_bytes(slot.control, facts)
+        facts = {
+            "began": slot.began[0] == 1,
+            "exit": code,
+            "limit": limit,
+            "wall_s": wall_s,
+            "cpu_s": used_s,
+            "memory": memory,
+            "peak_bytes": usage.ru_maxrss << 10,
+            "overflow": max(stdout_size, stderr_size) > program.KEEP_BYTES,
+        }
+        frames.send(slot.control, {"facts": facts, "sizes": kept})
         for fd, size in zip(self._files[1:], kept, strict=True):
             frames.send_file(slot.control, fd, size)
         return True
@@ -261,29 +250,6 @@ class Child:
     def _ooms(self) -> bytes | None:
         meter = self._slot.oom_meter
         return None if meter is None else os.pread(meter, 512, 0)
-
-
-def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Returns the facts of an ended child, and the sizes of its stdout, its stderr and its result,
-    from what `Child.run` sent.
-
-    `exit` is the code, or the negative number of a signal; `limit` says which limit ended it,
-    "wall", "cpu", "idle" or None; `memory` is whose memory ran out where a child was killed:
-    "enough" (none ran out), "own limit", "host", or "unknown"; `overflow` says that more was
-    written than is kept.
-    """
-    began, code, limit, wall_s, cpu_s, memory, peak_bytes, overflow, *sizes = FACTS.unpack(message)
-    facts = {
-        "began": began,
-        "exit": code,
-        "limit": _LIMITS[limit],
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "memory": _MEMORY[memory],
-        "peak_bytes": peak_bytes,
-        "overflow": overflow,
-    }
-    return facts, (sizes[0], sizes[1], sizes[2])
 
 
 def short_of_memory(before: bytes | None, after: bytes | None) -> str:

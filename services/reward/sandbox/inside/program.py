@@ -38,7 +38,6 @@ FILE_BYTES = 16 << 20
 PROCESSES = 40
 """And threads, of one program: contest programs start 32."""
 
-REHEARSALS = 16
 MAX_DEPTH = 32
 MAX_TRACE_CHARS = 8192
 _SOURCES = (FILE, "expression")
@@ -108,24 +107,9 @@ def run(request: dict[str, Any], result_fd: int) -> NoReturn:
 
 def make_ready_to_fork() -> None:
     """Leaves a slot's parent such that its children copy few of its pages."""
-    rehearse()
     gc.collect()
     gc.freeze()  # so that a collection in a child touches none of our objects
     kernel.give_back_free_memory()  # a child gets empty pages for less than copies of unused ones
-
-
-def rehearse() -> None:
-    """Does a few times in the slot's parent what each child will do, so that the interpreter has
-    specialized this code before the first fork. A child then writes to fewer pages, each of which
-    it has to copy first: about 5 % of a short run."""
-    main, arguments = sys.modules["__main__"], sys.argv
-    for _ in range(REHEARSALS):
-        request = json.loads(
-            json.dumps({"code": "value = [1]", "expression": "value", "inputs": {}})
-        )
-        json.dumps(_outcome(request), allow_nan=False).encode()
-    sys.modules["__main__"], sys.argv = main, arguments
-    linecache.clearcache()
 
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from services.reward.grading import calling
-from services.reward.grading.calling import VerdictCache, key_of
+from services.reward.grading.calling import key_of
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.registry import Grader, Params, grader
 from services.reward.grading.scoring import Scorer
@@ -102,48 +102,8 @@ async def test_alike_items_of_a_request_are_graded_once() -> None:
         (1.0, True, 0.0),
         (1.0, False, 0.5),
     ]
-
-
-async def test_a_verdict_is_cached_by_params_and_content() -> None:
-    once = scorer()
-    await parts(once, "aa", job_id="one")
-    (again,) = await parts(once, "aa", job_id="two")
-    assert (again.value, again.cached, len(Probe.calls)) == (2.0, True, 1)
-    await parts(once, "aa", how="wrong")
-    await parts(once, "ab")
-    assert len(Probe.calls) == 3
-
-
-@pytest.mark.parametrize("params", [{"pure": False}, {"how": "time_limit"}, {"how": "fail"}])
-async def test_what_the_next_try_may_not_repeat_is_not_cached(params: dict[str, Any]) -> None:
-    once = scorer()
-    for _ in range(2):
-        (part,) = await parts(once, "a", **params)
-        assert not part.cached
-    assert Probe.calls == [["a"], ["a"]]
-
-
-async def test_a_cache_of_no_size_keeps_nothing() -> None:
-    once = scorer(reward_cache_mib=0)
-    await parts(once, "a")
-    await parts(once, "a")
-    assert len(Probe.calls) == 2
-
-
-def test_the_cache_forgets_what_was_used_least_recently() -> None:
-    cache = VerdictCache(3 * 1100)
-    for key in (b"1", b"2", b"3"):
-        cache.put(key, Part(value=1.0))
-    assert cache.get(b"1") is not None
-    cache.put(b"4", Part(value=1.0))
-    assert [cache.get(key) is not None for key in (b"1", b"2", b"3", b"4")] == [
-        True,
-        False,
-        True,
-        True,
-    ]
-    cache.put(b"5", Part(value=1.0, stdout="x" * 10_000))
-    assert len(cache) == 0, "what does not fit at all is not kept"
+    await parts(scorer(), "b,b", pure=False)
+    assert Probe.calls[1:] == [["b", "b"]]
 
 
 def test_content_differs_where_types_differ() -> None:
