@@ -88,10 +88,9 @@ def parse_gpus(text: str, where: str = "--gpus") -> Gpu:
     count, name = (found[1] or 1, found[2].upper()) if found else (1, text)
     gpu = TABLE.get(name) or TABLE.get(re.sub(r"-\d+GB$", "", name))  # A10G-24GB is an A10G
     if gpu is None:
-        raise BadRequest(
-            f"{where} is {text!r}; expected a count and a name, such as 8xA100-80GB, or cpu; "
-            f"{nearest(name, [*TABLE], 'the GPUs')}"
-        )
+        hint = nearest(name, [each for each in TABLE if name in each] or [*TABLE], "the GPUs")
+        expected = "expected a count and a name, such as 8xA100-80GB, or cpu"
+        raise BadRequest(f"{where} is {text!r}; {expected}; {hint}")
     return replace(gpu, count=int(count))
 
 
