@@ -148,7 +148,7 @@ def test_the_vision_tower_of_a_text_job_has_no_adapters(tmp_path, targets):
     assert any("vision_tower" in name and name.endswith("q_proj") for name in linear)
     plan = find_model(str(tmp_path))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert plan.num_adapter_parameters(LoraSpec(rank=2, target_modules=targets)) == trained
+    assert plan.num_trainable(LoraSpec(rank=2, target_modules=targets)) == trained
 
 
 def test_adapters_on_a_vision_tower_alone_are_refused(tmp_path):
