@@ -168,8 +168,8 @@ def test_what_a_job_will_cost_is_said_when_it_is_submitted(
     )
     code, shown = run(monkeypatch, "queued", "submit", str(file))
     said = (
-        "  estimated: 13.0 GiB for the trainer on 1xA10G, 52.9 s a step, all steps: about 2.4 "
-        "hours, 2.59 USD (1.10 USD per hour)\n"
+        "  estimated: 13.0 GiB for the trainer on 1xA10G, 52.9 s a step, all steps: about 3 "
+        "minutes, 2.59 USD (1.10 USD per hour)\n"
     )
     assert code == 0 and said in shown
     code, shown = run(monkeypatch, "queued", "submit", str(file), "--set", "model=owner/unknown")
