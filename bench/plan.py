@@ -10,11 +10,9 @@ resident size. What the numbers say of a GPU follows as far as the same tensors 
 of each is 0.8 to 1.2.
 
 Without `--real` the model is a random one of Qwen2.5's shape (39 million parameters, vocabulary
-32,000), the last update has two micro-batches that are full to the last token, and memory is given
-back as where it is short (`services/trainer/zero/host_memory.py`). With it the model is
-SmolLM2-135M-Instruct, its steps are groups of 8 whose prompt is computed once, and memory is given
-back where the trainer chooses to. Beside it are the seconds of the whole update, as planned from a
-measurement of this processor and as measured: on a busy machine these are longer.
+32,000), and the last update has two micro-batches that are full to the last token. With it the
+model is SmolLM2-135M-Instruct, and its steps are groups of 8 whose prompt is computed once. Memory
+is given back as where it is short (`services/trainer/zero/host_memory.py`), which a plan assumes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.plan_side import AS_SET, STEP, TOKENS, write_model
+from bench.plan_side import STEP, TOKENS, write_model
 from bench.report import Figure, finish, options, table
 from bench.side import run
 from deploy.real_model import fetch
@@ -53,7 +51,6 @@ STEPS: dict[str, dict[str, int]] = {
 REAL: dict[str, dict[str, Any]] = {
     f"{size}, {dtype}{'' if checkpoints else ', without checkpointing'}": {
         STEP: step,
-        AS_SET: True,
         "training": {"dtype": dtype},
         "memory": {"gradient_checkpointing": checkpoints},
     }
@@ -73,7 +70,6 @@ COLUMNS = {
     "measured_mib": "measured",
     "loaded_mib": "loaded",
     "settled_mib": "after a step",
-    "planned_s": "planned, s",
     "train_s": "update, s",
 }
 

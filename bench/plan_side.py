@@ -9,7 +9,6 @@ last step, and what the plan says.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -23,12 +22,8 @@ from bench.side import random_model
 from bench.trainer_side import Task, make_examples, resident_bytes, settle
 from shared.job import Job
 from shared.job.file import parse_job
-from shared.plan.gpus import CpuRates, GpuGroup, cpu, host_memory_bytes
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
-from shared.plan.planning import make_plan
-from shared.settings import Settings
-from shared.wire import PromptLengths
 
 MIB = 1 << 20
 STEP, AS_SET, REPEATS = "step", "as_set", "repeats"
@@ -130,13 +125,8 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool, repeats: int = 0
     settled = resident_bytes("VmRSS") - before
     itemsize = 2 if job.training.dtype == "bfloat16" else 4
     longest = step.prompt[0] + step.completion
-    host_bytes = host_memory_bytes() if as_set else None
-    ranks = Ranks(1, itemsize, "cpu", host_bytes=host_bytes)
-    planned = trainer_memory(model, job, ranks, longest, num_tokens(step))
+    planned = trainer_memory(model, job, Ranks(1, itemsize, "cpu"), longest, num_tokens(step))
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
-    pools = CpuRates().pools((GpuGroup(1, cpu()),))
-    lengths = PromptLengths(longest=step.prompt[0], is_all=True)
-    time_s = make_plan(job, model, Settings(), pools, lengths).placement.time
     return {
         "measured_mib": peak / MIB,
         "loaded_mib": loaded / MIB,
@@ -144,7 +134,6 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool, repeats: int = 0
         "base_mib": before / MIB,
         "planned_mib": sizes["peak"],
         "parts": sizes,
-        "planned_s": time_s.train_s if time_s else math.nan,
         "train_s": seconds,
         "cpu_s": cpu_s,
         "num_tokens": num_tokens(step),
@@ -154,10 +143,10 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool, repeats: int = 0
 def main() -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     case: dict[str, Any] = json.loads(sys.argv[2])
+    if STEP not in case:
+        case["memory"] = {"micro_batch_tokens": TOKENS, **case.get("memory", {})}
     step, as_set = step_of(**case.pop(STEP, {})), case.pop(AS_SET, False)
     repeats = case.pop(REPEATS, 0)
-    if not as_set:
-        case["memory"] = {"micro_batch_tokens": TOKENS, **case.get("memory", {})}
     job = make_job(Path(sys.argv[1]), case, step)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         found = measure(job, Path(folder) / "store", step, as_set=as_set, repeats=repeats)

@@ -19,7 +19,7 @@ from shared.host import nvidia
 from shared.host.disk import user_name
 from shared.host.processes import free_port
 from shared.http.urls import url_at
-from shared.plan.placement import SHARED_UTILIZATION, TURNS_UTILIZATION
+from shared.plan.planning import SHARED_UTILIZATION, TURNS_UTILIZATION
 from shared.settings import PREFIX, Settings
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # imported where they are used, because most calls do not nee
     from shared.job import EvaluatedModel, Job, RewardSpec
 
 SUBMIT_DEADLINE_S = 1800.0
-EXPERIMENTS_DEADLINE_S = 600.0
 REGRADE_DEADLINE_S = 3600.0
 UPLOAD_DEADLINE_S = 3600.0
 PUSH_DEADLINE_S = 86_400.0
@@ -191,14 +190,6 @@ class AsyncClient:
         is."""
         path = f"/v1/jobs/{await self._id(job)}/findings"
         return await self._calls.get(path, wire.FindingList)
-
-    async def experiments(self, job: str) -> wire.ExperimentReport:
-        """Returns why the job's sampler and trainer may disagree, by small experiments with each
-        sampler that serves it. Sampling waits while a sampler's tensors are read back."""
-        path = f"/v1/jobs/{await self._id(job)}/experiments"
-        return await self._calls.post(
-            path, None, wire.ExperimentReport, deadline_s=EXPERIMENTS_DEADLINE_S
-        )
 
     async def rollouts(
         self, job: str, step: int | None = None, *, limit: int | None = None

@@ -170,7 +170,6 @@ class Client:
     recover = _blocking(AsyncClient.recover)
     metrics = _blocking(AsyncClient.metrics)
     findings = _blocking(AsyncClient.findings)
-    experiments = _blocking(AsyncClient.experiments)
     rollouts = _blocking(AsyncClient.rollouts)
     held_out = _blocking(AsyncClient.held_out)
     regrade = _blocking(AsyncClient.regrade)

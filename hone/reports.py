@@ -16,8 +16,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from shared.wire import (
-        Change,
-        Cost,
         Estimate,
         EvaluationReport,
         GradedRollout,
@@ -30,18 +28,18 @@ if TYPE_CHECKING:
         RolloutList,
         SamplerMemory,
         SetReport,
+        StepTime,
         TrainerMemory,
     )
 
 NO_PARTS = ("peak_gib", "host_gib", "least_cache_gib")
 """Fields of a plan's memory that have lines of their own."""
 
-SOURCES = {
-    "tabled": "from data sheets",
-    "benchmarked": "from a short measurement of this processor",
-    "measured": "measured",
-}
-"""The source of a step's time, in words."""
+LESS_MEMORY = (
+    "less memory: a smaller memory.micro_batch_tokens or max_model_len; gradient_checkpointing, "
+    "zero_stage = 3 on several GPUs or offload_optimizer of [memory]; or [lora] (try with --set)"
+)
+"""What to change in a job that does not fit, the cheapest first."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -52,15 +50,12 @@ def plan_lines(plan: Plan) -> list[str]:
 def estimate_line(plan: Plan) -> str:
     """Returns the plan's result in one line."""
     if not plan.fits:
-        sets = " ".join(f"--set {_set(change)}" for change in plan.changes)
-        would = f"; it would with {sets}" if sets else ""
-        return f"estimated: it does not fit on {plan.gpus}{would}"
+        return f"estimated: it does not fit on {plan.gpus}: {'; '.join(plan.placement.why_not)}"
     place = plan.placement
     parts = [f"{place.trainer.peak_gib:.1f} GiB for the trainer on {plan.gpus}"]
     if place.time is not None:
         parts.append(f"{place.time.step_s:.1f} s a step")
-    if plan.cost is not None:
-        parts.append(cost_text(plan.cost))
+        parts += [total_text(plan, place.time)] if plan.steps else []
     return f"estimated: {', '.join(parts)}"
 
 
@@ -85,7 +80,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield f"    {_memory_parts(place.trainer)}"
     if place.trainer.host_gib:
-        yield f"    and {place.trainer.host_gib:.1f} GiB in the host's memory for each rank"
+        yield f"    and {place.trainer.host_gib:.1f} GiB of host memory for each rank, not checked"
     needed, room = place.sampler.least_gib, place.sampler_room_gib
     yield f"  sampler, {each}: needs at least {needed:.1f} GiB and has {room:.1f}"
     yield (
@@ -94,34 +89,20 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if place.time is not None:
         time = place.time
-        parts = f"sampling {time.sample_s:.1f}, training {time.train_s:.1f}, sync {time.sync_s:.1f}"
-        yield f"  a step takes about {time.step_s:.1f} s ({parts}; {SOURCES[time.source]})"
-    if plan.cost is not None:
-        yield f"  {cost_text(plan.cost)}"
+        parts = f"sampling {time.sample_s:.1f}, training {time.train_s:.1f}"
+        yield f"  a step takes about {time.step_s:.1f} s ({parts})"
+        if plan.steps:
+            yield f"  {total_text(plan, time)}"
+        elif plan.cost is not None:
+            yield f"  a step costs about {plan.cost.per_step:.4f} {plan.cost.currency}"
     if place.settings:
         yield f"  settings: {' '.join(f'{name}={value}' for name, value in place.settings.items())}"
-    yield from _remedies(plan)
+    if not plan.fits:
+        yield f"  {LESS_MEMORY}"
     faster = [other for other in plan.others if other.fits]
     if faster:
         yield f"  also fits: {'; '.join(_other(other) for other in faster[:3])}"
     yield from (f"  note: {note}" for note in plan.notes)
-
-
-def _remedies(plan: Plan) -> Iterator[str]:
-    if plan.changes:
-        yield f"  it fits with {' '.join(f'--set {_set(change)}' for change in plan.changes)}"
-        for change in plan.changes:
-            learned = "; this changes what is learned" if change.learned else ""
-            yield f"    {_set(change)}: {change.why}{learned}"
-    if plan.enough:
-        start = "or unchanged" if plan.changes else "unchanged it fits"
-        yield f"  {start} on {' or '.join(plan.enough)}"
-    if not plan.fits and not plan.changes and not plan.enough:
-        yield "  no change of the job, and none of the GPUs known here, is enough"
-
-
-def _set(change: Change) -> str:
-    return f"{change.key}={change.value}"
 
 
 def placement_text(place: Placement) -> str:
@@ -140,12 +121,14 @@ def placement_text(place: Placement) -> str:
             return f"{ranks} and {samplers} in the host's memory"
 
 
-def cost_text(cost: Cost) -> str:
-    """Returns what a job costs, in words."""
-    rate = f"{cost.per_hour:.2f} {cost.currency} per hour: {cost.source}"
-    if cost.total is None or cost.hours is None:
-        return f"a step costs about {cost.per_step:.4f} {cost.currency} ({rate})"
-    return f"all steps: about {_hours(cost.hours)}, {cost.total:.2f} {cost.currency} ({rate})"
+def total_text(plan: Plan, time: StepTime) -> str:
+    """Returns how long all steps take and what they cost, in words."""
+    text = f"all steps: about {_hours(plan.steps * time.step_s / 3600)}"
+    if plan.cost is None or plan.cost.total is None:
+        return text
+    cost = plan.cost
+    price = f"{cost.per_hour:.2f} {cost.currency} per hour"
+    return f"{text}, {cost.total:.2f} {cost.currency} ({price})"
 
 
 def _hours(hours: float) -> str:

@@ -267,26 +267,15 @@ class Settings(Documented):
     """Seconds for loading a job's model into trainer or sampler, its download included."""
 
     gpus: str | None = None
-    """GPUs of the stack, for plans and prices: a count and a name of `hone plan --gpus`, such as
-    1xA100-80GB, or two of them with a comma, the trainer's first. None: the GPUs that nvidia-smi
-    shows where the plan is made, or the CPU."""
-
-    prices: Path | None = None
-    """TOML file with the price of an hour of each GPU, a table for each provider. None:
-    `shared/plan/prices.toml`, which has the dates and sources of its prices."""
-
-    provider: str = "modal"
-    """Table of `prices` that costs are computed with. The default is the table with the most
-    GPUs."""
+    """GPUs of the stack, for plans: a count and a name of `hone plan --gpus`, such as 1xA100-80GB.
+    None: the GPUs that nvidia-smi shows where the plan is made, or the CPU."""
 
     price_per_hour: float | None = Field(default=None, ge=0)
     """Price of an hour of a job, in `currency`: GPUs, hosts and storage of one trainer with its
-    samplers. None: the sum of the prices of all of `gpus`, for each job: set this where there are
-    several trainers."""
+    samplers. None: unknown, so plans and jobs have no cost."""
 
     currency: str = Field(default="USD", pattern=r"^\S{1,8}$")
-    """Currency of `price_per_hour`, as it is shown: up to 8 characters. A table of `prices` has its
-    own."""
+    """Currency of `price_per_hour`, as it is shown: up to 8 characters."""
 
     max_missing_rewards: float = Field(default=0.5, ge=0, le=1)
     """Share of a batch's rewards, from 0 to 1, that may be missing. Beyond it the job pauses rather

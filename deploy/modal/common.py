@@ -31,7 +31,7 @@ amd64."""
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"
 SOURCES = ("deploy", "hone", "services", "shared")
-PACKAGE_DATA = ("**/*.py", "**/*.lua", "**/prices.toml")
+PACKAGE_DATA = ("**/*.py", "**/*.lua", "**/findings.toml")
 """The files of SOURCES that the services read."""
 
 RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"

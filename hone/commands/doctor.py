@@ -28,7 +28,6 @@ from hone.shell import (
     command,
     connect,
     job_names,
-    report_progress,
     show,
 )
 from hone.stack import (
@@ -56,7 +55,7 @@ from shared.wire import (
 )
 
 if TYPE_CHECKING:
-    from shared.wire import Evidence, ExperimentReport, Finding, FindingList
+    from shared.wire import Evidence, Finding
 
 MIN_FREE_GIB = 2.0
 
@@ -103,30 +102,16 @@ JobOrFolder = Annotated[
 ]
 
 
-ExperimentsOption = Annotated[
-    bool,
-    typer.Option(
-        "--experiments",
-        help="Find out why the job's sampler and trainer disagree, by small experiments with each "
-        "sampler that serves it; sampling waits while its weights are read back.",
-    ),
-]
-
-
 @command
 def doctor(
     job: JobOrFolder = None,
     weights: WeightsOption = False,
-    experiments: ExperimentsOption = False,
     output: OutputOption = Output.table,
 ) -> None:
     """Check this machine and the stack that runs on it. Exits 1 if something will not work.
 
-    With a job, show what is wrong with it: how it learns, what it is rewarded for, how fast it is
+    With a job, show what is wrong with it: how it learns, and what it is rewarded for
     (docs/diagnosis.md). Exits 1 if anything is a problem or a warning."""
-    if experiments:
-        _experiment(job, output)
-        return
     if job is not None:
         _diagnose(job, weights, output)
         return
@@ -137,8 +122,6 @@ def doctor(
 
 
 def _diagnose(job: str, weights: bool, output: Output) -> None:
-    from hone.commands.doctor import findings_text
-
     if weights:
         raise BadRequest("--weights checks the samplers of this stack; leave the job out")
     if (Path(job) / JOB_FILE).is_file():
@@ -148,18 +131,6 @@ def _diagnose(job: str, weights: bool, output: Output) -> None:
             listed = client.findings(job)
     show(output, listed, lambda: findings_text(listed))
     if not listed.well:
-        raise typer.Exit(FAILED)
-
-
-def _experiment(job: str | None, output: Output) -> None:
-    from hone.commands.doctor import experiments_text
-
-    if job is None:
-        raise BadRequest("--experiments are with a job's samplers; name the job")
-    with connect() as client, report_progress("experiments with the samplers"):
-        report = client.experiments(job)
-    show(output, report, lambda: experiments_text(report))
-    if any(experiment.agrees is False for experiment in report):
         raise typer.Exit(FAILED)
 
 
@@ -505,25 +476,6 @@ def _evidence(evidence: Evidence) -> str:
         where = f" of steps {steps[0]} to {steps[-1]}"
     told = [part for part in (values, printable(evidence.text)) if part]
     return f"{evidence.metric}{where}: {'; '.join(told)}"
-
-
-def experiments_text(report: ExperimentReport) -> Text:
-    """Returns each experiment with its result, and the causes that are left."""
-    told = {True: ("agrees", "green"), False: ("DIFFERS", "bold red"), None: ("not known", "dim")}
-    lines = [Text(f"{report.job_id}, version {report.version}:")]
-    for one in report:
-        word, style = told[one.agrees]
-        nats = ""
-        if one.difference is not None and one.allowed is not None:
-            nats = f" by {one.difference:.3g} nats of {one.allowed:.3g} that rounding may make"
-        detail = f" ({printable(one.detail)})" if one.detail else ""
-        at = f" at {printable(one.sampler)}" if one.sampler else ""
-        lines.append(
-            Text.assemble((f"{word:10}", style), (one.name, "bold"), f"{at}{nats}{detail}")
-        )
-    causes = report.causes or ("the experiments do not tell",)
-    lines += [Text(f"cause: {printable(cause)}") for cause in causes]
-    return Text("\n").join(lines)
 
 
 def printable(text: str) -> str:

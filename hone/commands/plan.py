@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,14 +21,12 @@ from hone.shell import (
     show,
 )
 from shared.errors import BadRequest, Failed
-from shared.http import codec
 from shared.job import Job
-from shared.plan.gpus import CpuRates, parse_gpus
+from shared.plan.gpus import parse_gpus
 from shared.plan.model import UnknownModelSize, find_model
 from shared.plan.planning import make_plan, planned_gpus
-from shared.plan.rates import MeasuredRates, rates_of
 from shared.settings import load_settings
-from shared.wire import MetricsRow, PromptLengths
+from shared.wire import PromptLengths
 
 LENGTHS_S = 30.0
 """Seconds that counting the prompts' tokens may take, in a process that loads libraries first."""
@@ -40,14 +37,11 @@ def plan(
     file: JobFileArgument,
     gpus: Annotated[
         str | None,
-        typer.Option(help="1xA100-80GB; of 1xH100,2xA10G the first is the trainer's; cpu"),
+        typer.Option(help="1xA100-80GB, 8xH100; cpu"),
     ] = None,
     overrides: OverridesOption = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="tokens of the longest prompt")
-    ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="a run folder, whose rates are taken for the time")
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
@@ -57,19 +51,16 @@ def plan(
     machine. Without --prompt-tokens the tokens of some of the data's prompts are counted."""
     job = job_in(file, overrides)
     settings = load_settings()
-    pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
+    planned_for = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
     given = PromptLengths(longest=prompt_tokens, is_all=True)
     lengths = given if prompt_tokens else lengths_of(job)
-    run = read_rates(measured) if measured else None
-    if run is None:
-        pools = CpuRates().pools(pools)
     try:
         reward_service.check_rewards(job.rewards)
     except Failed as error:  # a plan is also made where that service is not installed
         say(f"the rewards are not checked: {error.detail}")
     try:
         model = find_model(job.model, job.model_revision)
-        planned = make_plan(job, model, settings, pools, lengths, run)
+        planned = make_plan(job, model, settings, planned_for, lengths)
     except UnknownModelSize as error:
         raise BadRequest(str(error)) from error
     show(output, planned, lambda: "\n".join(plan_lines(planned)))
@@ -93,21 +84,3 @@ def lengths_of(job: Job) -> PromptLengths:
     if done.returncode:
         return PromptLengths(why_not=done.stderr.strip().rpartition("\n")[2])
     return PromptLengths.model_validate_json(done.stdout)
-
-
-def read_rates(folder: Path) -> MeasuredRates:
-    """Returns the measured rates of the run in a folder. Raises BadRequest for a folder without
-    them."""
-    try:
-        job = codec.decode_tolerantly(Job, (folder / "job.json").read_bytes())
-        rows = MetricsRow.stored(folder / "metrics.jsonl")
-    except (OSError, ValueError, KeyError, BadRequest) as error:
-        why = getattr(error, "strerror", None) or "it is not whole"
-        raise BadRequest(
-            f"--measured {str(folder)!r}: {why}; expected a run folder, with job.json and "
-            "metrics.jsonl"
-        ) from error
-    found = rates_of(rows, job)
-    if found is None:
-        raise BadRequest(f"--measured {str(folder)!r}: no step there both sampled and trained")
-    return found

@@ -24,7 +24,7 @@ from services.orchestrator.extensions.agents import worker_episodes
 from services.orchestrator.extensions.agents.routes import SessionKeys
 from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.diagnosis import diagnosing, experiments
+from services.orchestrator.extensions.diagnosis import diagnosing
 from services.orchestrator.extensions.environments.conversation import PLAYERS, play_group
 from services.orchestrator.extensions.environments.kinds import environment_of
 from services.orchestrator.extensions.openai import calling, fine_tuning
@@ -46,7 +46,6 @@ from shared.errors import HoneError
 from shared.http import codec
 from shared.http.operations import DrainState
 from shared.http.service import Service
-from shared.plan.gpus import CpuRates
 from shared.settings import Settings
 
 
@@ -56,7 +55,6 @@ def create_service(
     *,
     works: bool = True,
     sessions: Sessions | None = None,
-    cpu_rates: CpuRates | None = None,
 ) -> Service:
     """Returns the orchestrator, with a worker inside for each place on each trainer. If not
     `works`, it has no worker: it only accepts jobs, and another orchestrator with this Redis runs
@@ -108,7 +106,7 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = CheckExecutor(settings, extensions, cpu_rates)
+    checks = CheckExecutor(settings, extensions)
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
@@ -193,7 +191,6 @@ def _add_routes(
     rollouts.add_routes(service, store)
     regrade.add_route(service, settings, store, checks.extensions)
     diagnosing.add_routes(service, store)
-    experiments.add_routes(service, settings, store)
     stack.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from shared.job import Job, MemorySpec
+from shared.job import Job
 from shared.plan.model import Model
 from shared.wire.records import SamplerMemory, TrainerMemory
 
@@ -73,9 +73,6 @@ SAMPLER_OVERHEAD = {"cpu": 2 << 30, "gpu": 3 << 29}
 engine's process with vLLM, torch and its compiled code, and a model of 0.3 million parameters."""
 
 
-WORTH_BYTES = 128 << 20
-"""Least bytes of a micro-batch for which giving memory back is worth its time."""
-
 USABLE = 0.95
 """Share of a GPU's memory that tensors can fill: the rest is lost to fragmentation in torch's
 allocator. Assumed."""
@@ -91,15 +88,12 @@ checkpointing and without: 2.3 and 1.3 times were measured."""
 
 @dataclass(frozen=True)
 class Ranks:
-    """The trainer's processes: how many, each with a device of its own, the bytes of an element of
-    weights, and whether they and a sampler take turns on these devices. `host_bytes`: on a CPU, the
-    memory of the host or container; None: planned as where it is short."""
+    """The trainer's processes: how many, each with a device of its own, and the bytes of an element
+    of weights."""
 
     num: int
     itemsize: int
     device: str  # "gpu" or "cpu"
-    turns: bool = False
-    host_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -262,13 +256,8 @@ class RankMemory:
             gradients, update = 4 * share, single if self.is_low else 4 * share
         else:  # a flat copy of as many as are updated at a time
             gradients, update = 4 * share, 4 * min(share, SUB_GROUP)
-        # copies of masters and moments: before an update of several steps, and while the sampler
-        # has its turn
-        copy = 12 * (share if stage else whole)
         if job.training.epochs * job.training.minibatches > 1:
-            host += copy
-        if self.ranks.turns and is_moved(job.memory, self.ranks.itemsize):
-            host += copy
+            host += 12 * (share if stage else whole)  # a copy of masters and moments
         return States(gradients, optimizer, update, host, resting)
 
     @property
@@ -295,31 +284,20 @@ class RankMemory:
             case _:
                 return 8 * self.bucket + self.passing
 
-    def working(self, *, is_kept: bool = False) -> float:
+    @property
+    def working(self) -> float:
         """The peak of a pass, the reduction of its gradients, and the update, with the buffers of
-        each. `is_kept`: freed blocks stay in the process."""
+        each."""
         stage, reduced, update = self.job.memory.zero_stage, 0.0, self.states.update
-        passes = self.pass_peak
-        if is_kept:
-            # layers that are computed again fragment the heap: 1.8 times the activations measured
-            again = self.job.memory.gradient_checkpointing
-            passes = (2 if again else 1) * self.activations + self.logits
         is_over = self.trained > MAX_BUCKET
         if stage in (1, 2) and not self.is_low and is_over and not self.is_offloaded:
             # the gradients of one micro-batch that were reduced
             reduced = 4 * self.trained / self.ranks.num
-        if is_kept or stage in (0, 3) or (stage == 2 and is_over):
-            return max(passes + reduced, update) + self.buffers
+        if stage in (0, 3) or (stage == 2 and is_over):
+            return max(self.pass_peak + reduced, update) + self.buffers
         # gradients are reduced after the pass
         waiting = self.ranks.itemsize * self.bucket
-        return max(passes + waiting, 8 * self.bucket + reduced, update) + self.passing
-
-
-def is_moved(memory: MemorySpec, itemsize: int) -> bool:
-    """Whether the trainer moves masters and Adam's moments to the host's memory while the sampler
-    has its turn: DeepSpeed can at stage 2, and at stage 1 in float32."""
-    stage = memory.zero_stage
-    return not memory.offload_optimizer and (stage == 2 or (stage == 1 and itemsize == 4))
+        return max(self.pass_peak + waiting, 8 * self.bucket + reduced, update) + self.passing
 
 
 def room_on_cpu(host_bytes: float) -> float:
@@ -327,20 +305,6 @@ def room_on_cpu(host_bytes: float) -> float:
     checkpointing off: one for which freed blocks are kept too. Returning blocks to the system would
     take about as long as computing the layers again."""
     return TRAINERS_SHARE * host_bytes / HEAP_FACTORS[False]
-
-
-def is_worth_giving_back(
-    pass_bytes: int, planned_bytes: float, room_bytes: float, *, recomputes: bool
-) -> bool:
-    """Returns whether freed large blocks should be returned to the system. A micro-batch takes
-    `pass_bytes`, the plan of all ranks together is `planned_bytes`, and the host has `room_bytes`.
-    `recomputes`: with gradient checkpointing.
-
-    The system zeroes memory before it hands it out again, so a pass that returns its blocks takes
-    up to 1.5 times as long at a hidden size of 512, and twice as long at 128. Blocks are therefore
-    kept while all ranks need at most half of the host's memory."""
-    kept_bytes = HEAP_FACTORS[recomputes] * planned_bytes
-    return pass_bytes >= WORTH_BYTES and kept_bytes > TRAINERS_SHARE * room_bytes
 
 
 def trainer_memory(
@@ -368,16 +332,9 @@ def trainer_memory(
         "update": states.update,
         "buffers": rank.buffers,
     }
-    peak = sum(steady.values()) + rank.working()
-    # Where a CPU's host has much memory, freed blocks stay in the heap (`host_memory.py`).
-    recomputes = bool(job.memory.gradient_checkpointing)
-    if ranks.host_bytes is not None and not is_worth_giving_back(
-        rank.pass_peak, peak * ranks.num, ranks.host_bytes, recomputes=recomputes
-    ):
-        peak = sum(steady.values()) + rank.working(is_kept=True)
     return TrainerMemory(
         **{f"{name}_gib": gib(value) for name, value in (steady | in_turn).items()},
-        peak_gib=gib(peak),
+        peak_gib=gib(sum(steady.values()) + rank.working),
         host_gib=0 if in_host else gib(states.host),
     )
 
@@ -402,11 +359,12 @@ def sampler_memory(model: Model, job: Job, serving: SamplerShape) -> SamplerMemo
     and completion; activations of the prompt tokens computed at a time, logits of all sequences
     with their float32 log-probs, and what CUDA, its graphs and NCCL take."""
     size, split = serving.itemsize, serving.tensor_parallel
-    per_token = cache_bytes_per_token(model, size, split)
+    # keys and values; if there are fewer heads than GPUs, heads are stored several times
+    per_token = 2 * size * model.num_layers * max(1, model.kv_heads // split) * model.head_size
     sequences = min(serving.sequences, serving.max_sequences)
     adapters = 0
     if job.served_rank is not None and job.lora is not None:
-        adapters = size * model.num_adapter_parameters(job.lora) * serving.max_adapters
+        adapters = size * model.num_trainable(job.lora) * serving.max_adapters
     overhead = (
         SAMPLER_OVERHEAD[serving.device]
         + BATCHED_TOKENS * size * (2 * model.intermediate / split + 4 * model.hidden)
@@ -421,13 +379,6 @@ def sampler_memory(model: Model, job: Job, serving: SamplerShape) -> SamplerMemo
         cache_bytes_per_token=per_token,
         sequences=sequences,
     )
-
-
-def cache_bytes_per_token(model: Model, itemsize: int, tensor_parallel: int = 1) -> int:
-    """Returns the bytes of attention's cache for a token on each GPU, 2 b L K D over the GPUs. If
-    there are fewer heads than GPUs, heads are stored several times."""
-    heads = max(1, model.kv_heads // tensor_parallel)
-    return 2 * itemsize * model.num_layers * heads * model.head_size
 
 
 def gib(size_bytes: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,16 +22,10 @@ from shared.errors import HoneError
 from shared.job import LoraSpec
 from shared.weights.architectures import Experts, experts_of
 from shared.weights.folders import stored_tensors
-from shared.weights.model_folder import hub_is_offline, model_folder
-
-HUB = "https://huggingface.co"
-HUB_TIMEOUT_S = 10.0
+from shared.weights.model_folder import HUB_TIMEOUT_S, hub_is_offline, model_folder, plain_shapes
 
 COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the architectures whose tensors follow from the configuration."""
-
-EXPERT = ".experts."
-"""Part of the names of experts' tensors."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -74,17 +68,13 @@ class Model:
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.shapes.values()))
 
-    @cached_property
-    def num_expert_parameters(self) -> int:
-        return sum(math.prod(shape) for name, shape in self.shapes.items() if EXPERT in name)
-
-    def num_read(self, tokens: int = 1) -> int:
-        """Returns how many parameters so many tokens go through together: all except experts that
-        none of them is routed to."""
-        if self.experts is None:
+    @property
+    def num_active(self) -> int:
+        """How many parameters a token goes through: three matrices of its own experts alone."""
+        if (experts := self.experts) is None:
             return self.num_parameters
-        unread = self.num_expert_parameters * (1 - self.experts.touched_share(tokens))
-        return round(self.num_parameters - unread)
+        others = (experts.num - experts.per_token) * experts.intermediate
+        return self.num_parameters - self.num_layers * 3 * self.hidden * others
 
     @property
     def largest_tensor(self) -> int:
@@ -107,9 +97,8 @@ class Model:
     def num_trainable(self, lora: LoraSpec | None) -> int:
         """Returns how many parameters are trained: with adapters, the rank times (inputs + outputs)
         of each layer with an adapter."""
-        return self.num_parameters if lora is None else self.num_adapter_parameters(lora)
-
-    def num_adapter_parameters(self, lora: LoraSpec) -> int:
+        if lora is None:
+            return self.num_parameters
         return lora.rank * sum(map(sum, self.adapted_shapes(lora)))
 
     def adapted_shapes(self, lora: LoraSpec) -> list[tuple[int, ...]]:
@@ -194,20 +183,16 @@ def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
             "vocabulary": int(whole["vocab_size"]),
             "max_len": int(whole["max_position_embeddings"]),
         }
+        if shapes is None:
+            shapes = _shapes(whole, name, sizes["head_size"], experts)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else f"a size that is none: {error}"
         raise UnknownModelSize(f"the config.json of the model {name!r} has {why}") from error
-    if any(size < 1 for size in sizes.values()):
-        raise UnknownModelSize(f"the config.json of the model {name!r} has a size below 1: {sizes}")
-    if shapes is None:
-        shapes = dict(_shapes(sizes, whole, name, experts))
     return Model(**sizes, shapes=shapes, experts=experts)
 
 
-def _shapes(
-    sizes: Mapping[str, int], config: Config, model: str, experts: Experts | None
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the tensors of a decoder, by their names in Hugging Face files. Raises
+def _shapes(config: Config, model: str, head_size: int, experts: Experts | None) -> Shapes:
+    """Returns the tensors of a decoder, by their names in Hugging Face files. Raises
     UnknownModelSize for an architecture that is not `COUNTED`."""
     kind = config.get("model_type")
     if kind not in COUNTED:
@@ -215,47 +200,24 @@ def _shapes(
             f"the model {model!r} is of type {kind!r}, whose parameters are counted in its files "
             f"only, and they are not here; `hf download {model}` fetches them"
         )
-    hidden, size = sizes["hidden"], sizes["head_size"]
-    queries, keys = sizes["heads"] * size, sizes["kv_heads"] * size
-    has_bias = bool(config.get("attention_bias", False))
-    yield EMBEDDING, (sizes["vocabulary"], hidden)
-    if not config.get("tie_word_embeddings", False):
-        yield HEAD, (sizes["vocabulary"], hidden)
-    yield "model.norm.weight", (hidden,)
-    for layer in range(sizes["num_layers"]):
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    found = plain_shapes({**config, "tie_word_embeddings": is_tied})
+    for layer in range(int(config["num_hidden_layers"])):
         attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
-        for name, width in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{attention}.{name}_proj.weight", (width, hidden)
-            if has_bias or kind == "qwen2":
-                yield f"{attention}.{name}_proj.bias", (width,)
-        yield f"{attention}.o_proj.weight", (hidden, queries)
-        if has_bias:
-            yield f"{attention}.o_proj.bias", (hidden,)
+        if kind == "qwen2":
+            for name in ("q", "k", "v"):
+                outputs, _ = found[f"{attention}.{name}_proj.weight"]
+                found[f"{attention}.{name}_proj.bias"] = (outputs,)
         if kind in ("qwen3", "qwen3_moe"):
-            yield f"{attention}.q_norm.weight", (size,)
-            yield f"{attention}.k_norm.weight", (size,)
-        if experts and _is_sparse(config, layer):
-            yield f"{mlp}.gate.weight", (experts.num, hidden)
-            yield f"{mlp}.experts.gate_up_proj", (experts.num, 2 * experts.intermediate, hidden)
-            yield f"{mlp}.experts.down_proj", (experts.num, hidden, experts.intermediate)
-        else:
-            inner = int(config["intermediate_size"])
-            for name, shape in (
-                ("gate", (inner, hidden)),
-                ("up", (inner, hidden)),
-                ("down", (hidden, inner)),
-            ):
-                yield f"{mlp}.{name}_proj.weight", shape
-                if config.get("mlp_bias"):
-                    yield f"{mlp}.{name}_proj.bias", shape[:1]
-        for name in ("input", "post_attention"):
-            yield f"model.layers.{layer}.{name}_layernorm.weight", (hidden,)
-
-
-def _is_sparse(config: Config, layer: int) -> bool:
-    """Whether a layer of a Qwen3-MoE or Mixtral has experts."""
-    dense: Any = config.get("mlp_only_layers") or []
-    return layer not in dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
+            found |= {f"{attention}.{name}_norm.weight": (head_size,) for name in ("q", "k")}
+        if experts:
+            for name in ("gate", "up", "down"):
+                del found[f"{mlp}.{name}_proj.weight"]
+            inner, hidden = experts.intermediate, int(config["hidden_size"])
+            found[f"{mlp}.gate.weight"] = (experts.num, hidden)
+            found[f"{mlp}.experts.gate_up_proj"] = (experts.num, 2 * inner, hidden)
+            found[f"{mlp}.experts.down_proj"] = (experts.num, hidden, inner)
+    return found
 
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
@@ -264,11 +226,8 @@ def cached_folder(model: str, revision: str | None) -> Path | None:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     root = cache / f"models--{model.replace('/', '--')}"
-    wanted = revision or "main"
-    try:
-        commit = (root / "refs" / wanted).read_text(encoding="utf-8").strip()
-    except OSError:
-        commit = wanted
+    ref = root / "refs" / (revision or "main")
+    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else ref.name
     folder = root / "snapshots" / commit
     try:
         files = weight_files(folder)
@@ -284,23 +243,17 @@ def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> C
     here = f"the model {model!r} is neither a folder here nor in the Hugging Face cache"
     if not online or hub_is_offline():
         raise UnknownModelSize(f"{here}, and the Hub was not asked")
-    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     url = f"{hub}/{model}/resolve/{revision or 'main'}/config.json"
     token = os.environ.get("HF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         response = httpx2.get(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True)
-    except httpx2.HTTPError as error:
-        why = f"{hub} cannot be reached ({type(error).__name__})"
-        remedy = "name a folder that has the model, or a mirror of the Hub by HF_ENDPOINT"
-        raise UnknownModelSize(f"{here}, and {why}; {remedy}") from error
-    if response.status_code != 200:
-        what = f"{hub} answers {response.status_code} for its config.json"
-        raise UnknownModelSize(f"{here}, and {what}; a gated model needs HF_TOKEN")
-    try:
-        found: Any = response.json()
-    except ValueError:
-        found = None
+        found: Any = response.json() if response.status_code == 200 else None
+        why = f"answers {response.status_code} for its config.json, with no JSON object"
+    except (httpx2.HTTPError, ValueError) as error:
+        found, why = None, f"gives no config.json of it ({type(error).__name__})"
     if not isinstance(found, dict):
-        raise UnknownModelSize(f"{here}, and what {hub} gives as its config.json is no JSON object")
+        remedy = "a gated model needs HF_TOKEN, and a mirror is named by HF_ENDPOINT"
+        raise UnknownModelSize(f"{here}, and {hub} {why}; {remedy}")
     return cast(Config, found)

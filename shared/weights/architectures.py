@@ -177,16 +177,6 @@ class Experts:
     intermediate: int
     shared: int = 0
 
-    @property
-    def active_share(self) -> float:
-        """The share of the experts' weights that a token goes through."""
-        return self.per_token / self.num
-
-    def touched_share(self, tokens: int) -> float:
-        """Returns the share of the experts' weights that is read for so many tokens at once, if
-        each token chooses its experts independently: 1 - (1 - k / E)^tokens."""
-        return 1 - (1 - self.active_share) ** tokens
-
 
 def has_experts(config: Config) -> bool:
     return config.get("enable_moe_block") is not False and any(config.get(key) for key in NUM)

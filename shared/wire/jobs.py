@@ -286,35 +286,22 @@ FindingCode = Literal[
     "no_signal_easy",
     "no_signal_equal",
     "reward_constant",
-    "rewards_contradict",
     "reward_fell",
     "held_out_falls",
     "lengths_collapse",
-    "lengths_at_limit",
-    "one_text",
     "rewarded_copies",
     "rewarded_without_answer",
     "truncation",
     "overlong_prompts",
     "entropy_collapse",
-    "kl_spike",
-    "gradient_spike",
     "updates_too_large",
     "updates_too_small",
     "steps_skipped",
     "no_update",
     "mismatch",
     "off_policy",
-    "slow_stage",
-    "slower",
-    "samplers_wait",
-    "sampler_idle",
-    "data_repeated",
-    "data_exhausted",
-    "evaluation_too_small",
     "evaluation_ignored",
     "too_few_steps",
-    "own_reward",
     "missing_rewards",
     "errored_rollouts",
     "environment_failures",
@@ -340,7 +327,7 @@ class Evidence(Wire):
 class Finding(Wire):
     """One thing that is wrong, or probably is. `title`, `cause` and `remedy` are for people: what
     is so, why it probably is, what to do. `since_step` is the first step of which it is true; None:
-    it is about no step. `keys` are the keys of the job and the settings that the remedy names."""
+    it is about no step."""
 
     code: FindingCode
     level: FindingLevel
@@ -349,7 +336,6 @@ class Finding(Wire):
     evidence: tuple[Evidence, ...] = ()
     cause: str
     remedy: str
-    keys: tuple[str, ...] = ()
 
 
 class FindingList(Listing[Finding]):
@@ -361,26 +347,3 @@ class FindingList(Listing[Finding]):
     step: int
     well: bool
     findings: tuple[Finding, ...]
-
-
-class Experiment(Wire):
-    """A comparison with one sampler. `agrees` None: it could not be made, and `detail` says why.
-    `difference` is the mean absolute difference of log-probs in nats, and `allowed` what rounding
-    may come to."""
-
-    name: str
-    sampler: str
-    agrees: bool | None
-    difference: float | None = None
-    allowed: float | None = None
-    detail: str = ""
-
-
-class ExperimentReport(Listing[Experiment]):
-    """Experiments with each sampler that serves the job, by its weights of `version`, and the
-    `causes` that they leave; none: they do not tell."""
-
-    job_id: JobId
-    version: int
-    experiments: tuple[Experiment, ...]
-    causes: tuple[str, ...] = ()

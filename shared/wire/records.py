@@ -19,7 +19,6 @@ from shared.wire.rewards import Part
 from shared.wire.rollouts import FinishReason
 
 PlacementKind = Literal["split", "turns", "shared", "cpu"]
-TimeSource = Literal["tabled", "benchmarked", "measured"]
 
 
 class PromptLengths(Wire):
@@ -35,8 +34,8 @@ class PromptLengths(Wire):
 class TrainerMemory(Wire):
     """Peak memory of a GPU of the trainer, in GiB: `peak_gib` is weights, reference, gradients,
     optimizer and overhead, and the largest sum of activations, logits, update and buffers that
-    exist at once. `host_gib` is each rank's part in the host's memory: offloaded states, states
-    moved while the sampler has its turn, or copies before several updates."""
+    exist at once. `host_gib` is each rank's part in the host's memory: offloaded states, or copies
+    before several updates."""
 
     weights_gib: float
     reference_gib: float
@@ -69,27 +68,22 @@ class SamplerMemory(Wire):
 
 
 class StepTime(Wire):
-    """Seconds of a step. `step_s` is the sum, or the longer of sampling and training if they run at
-    the same time. "tabled": from the GPUs' data sheets; "benchmarked": from a short measurement of
-    this machine's processor; "measured": from the steps of a run."""
+    """Seconds of a step, from the GPUs' data sheets. `step_s` is the sum, or the longer of sampling
+    and training if they run at the same time."""
 
     sample_s: float
     train_s: float
-    sync_s: float
     step_s: float
-    source: TimeSource
 
 
 class Cost(Wire):
-    """The job's cost, in `currency`: `total` for all of its `hours`, None while the number of steps
-    is not known. `source` says where the price per hour comes from."""
+    """The job's cost, in `currency`: `total` for all steps, None while their number is not
+    known."""
 
     currency: str
     per_hour: float
     per_step: float
-    hours: float | None
     total: float | None
-    source: str
 
 
 class Placement(Wire):
@@ -113,22 +107,10 @@ class Placement(Wire):
     settings: dict[str, str] = {}
 
 
-class Change(Wire):
-    """A change of the job: `key` and `value` as `--set` takes them, and its effect. `learned`: it
-    changes what is learned."""
-
-    key: str
-    value: str
-    why: str
-    learned: bool = False
-
-
 class Plan(Wire):
     """A job's needs on `gpus`, from arithmetic alone. `placement` is the fastest placement that
-    fits; if none fits, the placement that lacks the least memory. `changes` together make the job
-    fit; empty if it fits already, or if no combination is enough. On the GPUs in `enough` the job
-    fits unchanged. `others` are the placements that were not chosen. `notes` say what is unknown or
-    assumed."""
+    fits; if none fits, the placement that lacks the least memory. `others` are the placements that
+    were not chosen. `notes` say what is unknown or assumed."""
 
     model: str
     num_parameters: int
@@ -139,8 +121,6 @@ class Plan(Wire):
     fits: bool
     placement: Placement
     others: tuple[Placement, ...] = ()
-    changes: tuple[Change, ...] = ()
-    enough: tuple[str, ...] = ()
     steps: int
     prompt_tokens: int
     completion_tokens: int

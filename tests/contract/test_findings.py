@@ -14,7 +14,6 @@ from shared.errors import NotFound
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import (
-    ExperimentReport,
     Finding,
     FindingList,
     MetricsRow,
@@ -136,29 +135,3 @@ async def test_a_read_only_key_sees_findings(settings: Settings, redis_url: str,
         assert (await stack.http.get(path)).status_code == 401
         answer = await stack.http.get(path, headers=reads)
         assert answer.status_code == 200 and answer.json()["job_id"] == submitted.json()["id"]
-
-
-async def test_experiments_compare_the_jobs_samplers_with_the_trainer(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
-    reports = [
-        await stack.client.call(
-            "POST",
-            f"/v1/jobs/{record.id}/experiments",
-            None,
-            ExperimentReport,
-            deadline_s=60,
-            key="once",
-        )
-        for _ in range(2)
-    ]
-    assert reports[0] == reports[1], "the second call gets the first one's result"
-    (report, _) = reports
-    agrees = {experiment.name: experiment.agrees for experiment in report}
-    assert (report.version, agrees["version"]) == (8, True)
-    assert agrees["tensors"] is False and "the first is 'norm'" in report[1].detail
-    assert [cause.split(":")[0] for cause in report.causes] == ["a load went wrong"]
-    assert agrees["same_tokens"] is None, "the fake has no /v1/completions"
-    with pytest.raises(NotFound, match="no job 'nobody'"):
-        await stack.client.call(
-            "POST", "/v1/jobs/nobody/experiments", None, ExperimentReport, deadline_s=60
-        )

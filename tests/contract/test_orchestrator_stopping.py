@@ -183,7 +183,7 @@ async def test_a_job_that_has_cost_what_it_may_pauses_until_it_may_cost_more(
         assert paused.step == 1 and 1 in fakes.checkpointed
         assert paused.error is not None
         assert paused.error.startswith("after step 1: it has cost ")
-        assert "at 1e+06: HONE_PRICE_PER_HOUR), and stop.max_cost is 1; `hone " in paused.error
+        assert "at 1e+06 each), and stop.max_cost is 1; `hone " in paused.error
         assert f"`hone resume {paused.id} --set stop.max_cost=COST` raises it" in paused.error
         found = metrics(paused, 1)
         assert found["total/cost"] == pytest.approx(1e6 * found["total/hours"])

@@ -68,11 +68,11 @@ async def test_a_loop_that_waits_for_nothing_is_begun_again(
     stuck: list[object] = []
     append_sync = run.RunFolder.append_sync
 
-    def hang_once(self: run.RunFolder, row: dict[str, Any], *proof: Any) -> None:
+    def hang_once(self: run.RunFolder, row: dict[str, Any]) -> None:
         if row["version"] == 2 and not stuck:
             stuck.append(row)
             release.wait(60)
-        append_sync(self, row, *proof)
+        append_sync(self, row)
 
     async def watch_and_release(*rest: Any) -> None:
         try:

@@ -25,7 +25,6 @@ from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.store import Store
 from shared.http.client import Client
 from shared.job import Job
-from shared.plan.gpus import CpuRates
 from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
@@ -107,14 +106,13 @@ async def orchestrator(
     redis_url: str,
     *,
     stopped: bool = False,
-    cpu_rates: CpuRates | None = None,
 ) -> AsyncGenerator[tuple[Store, httpx.ASGITransport]]:
     """The orchestrator's own application with its worker; leaving kills it without letting it give
     its lease back, unless `stopped`."""
     store = Store(redis_url)
     await store.open()
     sessions = Sessions()
-    service = create_service(settings, store, sessions=sessions, cpu_rates=cpu_rates)
+    service = create_service(settings, store, sessions=sessions)
     service.app.state.sessions = sessions
     async with service.app.router.lifespan_context(service.app):
         yield store, httpx.ASGITransport(app=service.app)
@@ -128,11 +126,10 @@ async def orchestrator_client(
     redis_url: str,
     *,
     stopped: bool = False,
-    cpu_rates: CpuRates | None = None,
 ) -> AsyncGenerator[Client]:
     """A client of `orchestrator`, for tests that need nothing else of it."""
     async with (
-        orchestrator(settings, redis_url, stopped=stopped, cpu_rates=cpu_rates) as (_, transport),
+        orchestrator(settings, redis_url, stopped=stopped) as (_, transport),
         Client("orchestrator", "http://localhost", transport=transport) as client,
     ):
         yield client

@@ -59,7 +59,6 @@ def batch(
     parts_PG: Sequence[Sequence[Mapping[str, float]]] | None = None,
     *,
     step: int = 1,
-    replicas: Sequence[str] = (),
 ) -> Batch:
     """A batch with these completions; `parts_PG` are what each reward gave, 0 by default."""
     parts_PG = parts_PG or [[{"right": 0.0} for _ in texts_G] for texts_G in texts_PG]
@@ -74,9 +73,8 @@ def batch(
             RolloutGroup(
                 prompt_token_ids=(1,),
                 rollouts=tuple(map(rollout, texts_G)),
-                replica=replicas[index] if replicas else "",
             )
-            for index, texts_G in enumerate(texts_PG)
+            for texts_G in texts_PG
         ),
         scores=tuple(
             tuple(

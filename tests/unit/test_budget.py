@@ -17,11 +17,11 @@ LINES = {
     "shared": 14_900,
     "services/orchestrator/api": 1_800,
     "services/orchestrator/data": 2_800,
-    "services/orchestrator/extensions": 11_440,
+    "services/orchestrator/extensions": 10_670,
     "services/orchestrator/grpo": 2_990,
-    "services/orchestrator/jobs": 3_000,
+    "services/orchestrator/jobs": 2_980,
     "services/orchestrator/samplers": 2_810,
-    "services/orchestrator/store": 3_150,
+    "services/orchestrator/store": 3_120,
     "services/reward": 15_130,
     "services/rollout": 5_810,
     "services/trainer": 10_350,
@@ -32,7 +32,6 @@ LINES = {
 
 BETWEEN_EXTENSIONS = {
     ("agents", "environments"),  # both record conversations
-    ("diagnosis", "teacher"),  # reads a sampler's log-probs of given tokens as the teacher does
     ("openai", "agents"),  # calls with a session's key are turns of the session
     ("page", "diagnosis"),  # `hone view` shows findings
 }

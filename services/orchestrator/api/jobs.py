@@ -34,9 +34,8 @@ from shared.http.rendering import CreatedResource
 from shared.http.service import Service, request_key
 from shared.job import Job
 from shared.job.file import changed
-from shared.plan.gpus import GpuGroup
 from shared.plan.model import UnknownModelSize, find_model
-from shared.plan.planning import make_plan
+from shared.plan.planning import make_plan, planned_gpus
 from shared.settings import Settings
 from shared.wire import (
     DryRun,
@@ -126,8 +125,7 @@ def _add_submitting(
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         checked = await check_job(request.job, store, checks, shows=True)
         job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
-        pools = await checks.planned_gpus()
-        plan_of = partial(_planned, settings=settings, pools=pools, online=online)
+        plan_of = partial(_planned, settings=settings, online=online)
         return await asyncio.to_thread(_dry_run, job, checked, plan_of)
 
     async def plan(request: SubmitRequest) -> Plan:
@@ -138,10 +136,8 @@ def _add_submitting(
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         lengths = await checks.lengths(request.job)
         try:
-            pools, online = await checks.planned_gpus(), checks.hub_away is None
-            return await asyncio.to_thread(
-                _planned, request.job, lengths, settings, pools, online=online
-            )
+            online = checks.hub_away is None
+            return await asyncio.to_thread(_planned, request.job, lengths, settings, online=online)
         except UnknownModelSize as error:
             raise BadRequest(str(error)) from error
 
@@ -247,16 +243,9 @@ def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, PromptLengths
     )
 
 
-def _planned(
-    job: Job,
-    lengths: PromptLengths,
-    settings: Settings,
-    pools: tuple[GpuGroup, ...],
-    *,
-    online: bool,
-) -> Plan:
+def _planned(job: Job, lengths: PromptLengths, settings: Settings, *, online: bool) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
-    return make_plan(job, model, settings, pools, lengths)
+    return make_plan(job, model, settings, planned_gpus(settings), lengths)
 
 
 async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:

@@ -23,8 +23,6 @@ from shared.errors import Busy, Failed, HoneError, Unavailable
 from shared.host.processes import run_in_thread
 from shared.http.gate import caller
 from shared.job import Job
-from shared.plan.gpus import CpuRates, GpuGroup
-from shared.plan.planning import planned_gpus
 from shared.settings import Settings
 from shared.turns import Turn, Turns
 from shared.weights.model_folder import hub_is_offline
@@ -64,18 +62,11 @@ T = TypeVar("T")
 
 
 class CheckExecutor:
-    """Does the slow work of the checks of one orchestrator, and knows the devices that its plans
-    are for. When its caller has gone, work ends: a process at once, a thread at its next row.
-    Raises Busy if too much work waits."""
+    """Does the slow work of the checks of one orchestrator. When its caller has gone, work ends: a
+    process at once, a thread at its next row. Raises Busy if too much work waits."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        extensions: Extensions = NO_EXTENSIONS,
-        cpu_rates: CpuRates | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, extensions: Extensions = NO_EXTENSIONS) -> None:
         self.settings, self.extensions = settings, extensions
-        self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
         self._threads = CheckTurns(NUM_THREADS)
         self._fetches = CheckTurns(MAX_FETCHES)
         self._models = CheckTurns(MAX_FETCHES)
@@ -145,13 +136,6 @@ class CheckExecutor:
             return PromptLengths(why_not=f"the data was not read within {LENGTHS_S:g} s")
         except HoneError as error:
             return PromptLengths(why_not=error.detail)
-
-    async def planned_gpus(self) -> tuple[GpuGroup, ...]:
-        """Returns the devices that plans are for. The first plan for a CPU measures it for two
-        seconds, in one thread of its own however many requests wait for the result."""
-        async with self._measuring:
-            pools = planned_gpus(self.settings)
-            return await run_in_thread(lambda: self._cpu_rates.pools(pools))
 
     @property
     def hub_away(self) -> str | None:

@@ -22,6 +22,7 @@ from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prom
 from services.orchestrator.grpo.supervised import sft_examples
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.prompt_checks import check_rows, counted
+from services.orchestrator.jobs.results import Price
 from services.orchestrator.samplers.clients import Trial
 from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
@@ -30,10 +31,8 @@ from services.orchestrator.store.run_folders import check_allowed, check_start
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.explain import sentences
-from shared.host.logs import get_logger
 from shared.job import SYNC_METHODS, Job
 from shared.job.checks import check_groups
-from shared.plan.planning import Price, price_of_jobs
 from shared.settings import Settings
 from shared.weights.architectures import cannot_reload_on_cpu, untested_warning
 from shared.weights.folders import stored_tensors
@@ -166,7 +165,7 @@ async def _check_request(run: Preflight) -> None:
 
 
 async def _check_price(run: Preflight) -> None:
-    run.price = await asyncio.to_thread(price_for, run.job, run.settings)
+    run.price = price_for(run.job, run.settings)
 
 
 def check_colocation(job: Job, settings: Settings) -> None:
@@ -198,23 +197,16 @@ def check_colocation(job: Job, settings: Settings) -> None:
 
 
 def price_for(job: Job, settings: Settings) -> Price | None:
-    """Returns the price of an hour; None if the settings do not say it. A job with `stop.max_cost`
-    needs it: for such a job only, raises BadRequest if there is no price or the table of prices
-    cannot be read."""
-    try:
-        price = price_of_jobs(settings)
-    except BadRequest as error:
-        if job.stop.max_cost is not None:
-            raise
-        get_logger().warning("cost of jobs not known", reason=error.detail)
-        return None
-    if price is None and job.stop.max_cost is not None:
+    """Returns the price of an hour; None if the settings do not say it. Raises BadRequest for a job
+    with `stop.max_cost`, which needs it."""
+    if settings.price_per_hour is not None:
+        return Price(settings.price_per_hour, settings.currency)
+    if job.stop.max_cost is not None:
         raise BadRequest(
             f"stop.max_cost is {job.stop.max_cost:g}, and what an hour costs is not known; set "
-            "HONE_PRICE_PER_HOUR at the orchestrator, or HONE_GPUS to GPUs that have a price in "
-            "HONE_PRICES"
+            "HONE_PRICE_PER_HOUR at the orchestrator"
         )
-    return price
+    return None
 
 
 # --- by its models and data

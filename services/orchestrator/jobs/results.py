@@ -12,6 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.errors import BudgetExceeded
@@ -26,11 +27,18 @@ from shared.host.logs import get_logger
 from shared.host.processes import BoundedProbe
 from shared.http.service import hone_version
 from shared.job import CheckpointSpec, Job, StopSpec
-from shared.plan.planning import Price
 from shared.wire import Batch, Checkpoint, EvaluationReport, JobRecord, MetricsRow
 
 NOTE_SPENT_S = 60.0
 """Seconds between two notes of the job's hours and cost in the run folder."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of an hour of everything that a job has (HONE_PRICE_PER_HOUR)."""
+
+    per_hour: float
+    currency: str
 
 
 class JobUsage:
@@ -85,7 +93,7 @@ class JobUsage:
             return None
         return (
             f"it has cost {cost:.2f} {price.currency} ({self.hours:.3g} hours, now at "
-            f"{price.per_hour:g}: {price.source}), and stop.max_cost is {spec.max_cost:g}"
+            f"{price.per_hour:g} each), and stop.max_cost is {spec.max_cost:g}"
         )
 
 

@@ -46,7 +46,7 @@ Candidate = tuple[SyncMethod, str]
 
 
 class SyncLog(Protocol):
-    def append_sync(self, row: dict[str, Any], published: AnyWeights) -> None:
+    def append_sync(self, row: dict[str, Any]) -> None:
         """Notes how a version reached the samplers."""
         ...
 
@@ -105,7 +105,7 @@ async def sync_weights(
     not is taken out of the pool. If none does, it is pushed again, by another method if there
     is one; then raises SyncFailed."""
     synced = await _synced(services, job, version, journal)
-    await write_despite_cancel(log.append_sync, synced.row(), synced.published)
+    await write_despite_cancel(log.append_sync, synced.row())
     return synced
 
 

@@ -15,7 +15,6 @@
                evaluation.jsonl   the scores of a job of 0 steps: a line for each model and
                                   held-out set, with the metrics of each problem
                weights.jsonl      how each version reached the samplers
-               canary.json        the newest of them, and the trainer's log-probs of its canary
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.trained.msgpack    what the trainer said of its tokens
@@ -61,9 +60,7 @@ from shared.job.job import differences
 from shared.weights.folders import CHECKPOINTS
 from shared.wire import (
     TERMINAL,
-    AnyWeights,
     Batch,
-    Canary,
     GradedRollout,
     JobStatus,
     MetricsRow,
@@ -105,8 +102,6 @@ REDIS = "redis"
 
 NOTE, JOB, SUBMITTED = "record.json", "job.json", ".job.json"
 
-PROOF = "canary.json"
-
 HOURS, COST = "hours", "cost"
 
 DIFFICULTY, EVALUATION, SYNCS = "difficulty.jsonl", "evaluation.jsonl", "weights.jsonl"
@@ -115,14 +110,6 @@ DELETED = "deleted"
 """The file that says that the job was deleted."""
 
 SHOWN_DIFFERENCES = 3
-
-
-class Proof(Wire):
-    """The newest version that was synced, and what the trainer's weights give its canary."""
-
-    version: int
-    digest: str
-    canary: Canary
 
 
 class BatchExists(Exception):
@@ -350,19 +337,9 @@ class RunFolder:
             "[[rewards]] grade"
         )
 
-    def append_sync(self, row: dict[str, Any], published: AnyWeights | None = None) -> None:
-        """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
-        by its proof, if it has a canary. No run depends on either."""
+    def append_sync(self, row: dict[str, Any]) -> None:
+        """Notes in `weights.jsonl` how a version reached the samplers. No run depends on it."""
         self._append(SYNCS, _row(row))
-        if published and published.canary:
-            version, digest = published.version, published.digest
-            proof = Proof(version=version, digest=digest, canary=published.canary)
-            self._write(PROOF, _json(proof))
-
-    def proof(self) -> Proof | None:
-        """Returns `canary.json`; None if there is none."""
-        path = self.path / PROOF
-        return codec.decode_tolerantly(Proof, path.read_bytes()) if path.exists() else None
 
     def syncs(self) -> list[dict[str, Any]]:
         """Returns the rows of `weights.jsonl`, oldest first."""

@@ -11,8 +11,8 @@ before it hands it out again. `keep_freed_blocks` keeps them in the process for 
 update of 135 million parameters then took 0.85 of the time and 1.1 times the memory. However,
 before glibc 2.38 the space of a freed aligned block cannot hold another block of its size if a
 small block follows it, and torch aligns all tensors, so the heap can grow to several times the
-memory of the activations. Where that might not fit (`is_worth_giving_back` in
-`shared/plan/memory.py`), large blocks are returned.
+memory of the activations. Where that might not fit (`is_worth_giving_back` in `memory.py`), large
+blocks are returned.
 """
 
 from __future__ import annotations

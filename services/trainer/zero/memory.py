@@ -15,7 +15,9 @@ from shared.job import Job, LoraSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import (
     GIB,
+    HEAP_FACTORS,
     TRAINER_OVERHEAD,
+    TRAINERS_SHARE,
     USABLE,
     RankMemory,
     Ranks,
@@ -79,6 +81,24 @@ def room_bytes(device: torch.device, num_ranks: int) -> float:
         samplers = settings.gpu_memory_utilization if shared and not settings.colocate else 0.0
         return min(USABLE * own, (USABLE - samplers) * total)
     return room_on_cpu(host_memory_bytes()) / num_ranks
+
+
+WORTH_BYTES = 128 << 20
+"""Least bytes of a micro-batch for which giving memory back is worth its time."""
+
+
+def is_worth_giving_back(
+    pass_bytes: int, planned_bytes: float, room_bytes: float, *, recomputes: bool
+) -> bool:
+    """Returns whether freed large blocks should be returned to the system. A micro-batch takes
+    `pass_bytes`, the plan of all ranks together is `planned_bytes`, and the host has `room_bytes`.
+    `recomputes`: with gradient checkpointing.
+
+    The system zeroes memory before it hands it out again, so a pass that returns its blocks takes
+    up to 1.5 times as long at a hidden size of 512, and twice as long at 128. Blocks are therefore
+    kept while all ranks need at most half of the host's memory."""
+    kept_bytes = HEAP_FACTORS[recomputes] * planned_bytes
+    return pass_bytes >= WORTH_BYTES and kept_bytes > TRAINERS_SHARE * room_bytes
 
 
 def half_budget(shape: tuple[int, int] | None, budget_tokens: int) -> int | None:

@@ -71,6 +71,7 @@ from services.trainer.zero.memory import (
     first_line,
     half_budget,
     is_out_of_memory,
+    is_worth_giving_back,
     knobs,
     room_bytes,
     usage,
@@ -79,7 +80,6 @@ from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.plan.gpus import host_memory_bytes
-from shared.plan.memory import is_worth_giving_back
 from shared.wire import Example, Logprobs, Optimization, StepTotals, TokenLoss
 
 

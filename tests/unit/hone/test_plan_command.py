@@ -17,10 +17,14 @@ from hone import reward_service
 from hone.cli import app
 from hone.commands import plan
 from hone.commands.plan import lengths_of
-from hone.reports import cost_text
+from hone.reports import total_text
 from shared.errors import Failed
-from shared.wire import Cost, PromptLengths
-from tests.support.plan_models import LLAMA_8B, QWEN_05B
+from shared.plan.gpus import parse_gpus
+from shared.plan.planning import make_plan
+from shared.settings import Settings
+from shared.wire import PromptLengths
+from shared.wire.records import StepTime
+from tests.support.plan_models import LLAMA_8B, QWEN_05B, job, model
 
 JOB = """
 name = "t"
@@ -65,8 +69,7 @@ def test_a_plan_is_lines_for_people_and_json_for_programs(job_file: Path) -> Non
     larger = ("--set", "memory.micro_batch_tokens=24576")
     shown = run(job_file, "--gpus", "1xA10G-24GB", *larger)
     assert "fits on 1xA10G: 1 rank and 1 sampler take turns on the same GPUs" in shown
-    assert "settings: HONE_COLOCATE=1 HONE_TRAINER_RANKS=1" in shown
-    assert "prices of modal on 2026-09-25" in shown
+    assert "settings: HONE_TRAINER_RANKS=1 HONE_COLOCATE=1" in shown
     assert "learning rate 1e-06" in shown
     assert "learning rate 1e-05" in run(job_file, "--gpus", "cpu", "--set", "lora.rank=16")
     found = json.loads(run(job_file, "--gpus", "1xA100-80GB", "-o", "json"))
@@ -97,14 +100,9 @@ def test_the_prompts_of_the_data_are_counted(
     assert note.endswith(": a dry run counts the tokens of 'x', on the Hugging Face Hub")
 
 
-def test_prompts_longer_than_the_model_holds_are_refused(job_file: Path) -> None:
-    said = run(job_file, "--gpus", "cpu", "--prompt-tokens", "40000", code=2)
-    assert "prompts of 40000 tokens leave no room for sampling.max_tokens 512" in said
-
-
 def test_gpus_that_are_given_as_nothing_are_refused(job_file: Path) -> None:
     said = run(job_file, "--gpus", "", code=2)
-    assert "--gpus '': '' is no GPU; expected a count and a name" in said
+    assert "--gpus is ''; expected a count and a name" in said
 
 
 def test_without_gpus_it_is_planned_for_those_that_are_set(
@@ -113,7 +111,7 @@ def test_without_gpus_it_is_planned_for_those_that_are_set(
     monkeypatch.setenv("HONE_GPUS", "2xL40S")
     assert "on 2xL40S" in run(job_file)
     monkeypatch.setenv("HONE_GPUS", "2xL40")
-    assert "hone: HONE_GPUS '2xL40': there is no GPU 'L40'" in run(job_file, code=2)
+    assert "hone: HONE_GPUS is '2xL40'; expected a count" in run(job_file, code=2)
 
 
 def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: Path) -> None:
@@ -123,25 +121,22 @@ def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: P
     (folder / "model.safetensors").write_bytes(header_of(8_030_261_248))
     job_file.write_text(JOB.format(model=folder))
     shown = run(job_file, "--gpus", "1xA100-80GB")
-    assert "does not fit on 1xA100-80GB" in shown
-    assert "it fits with --set memory.offload_optimizer=true" in shown
-    assert "or unchanged on 4xA100-80GB" in shown
-    shown = run(job_file, "--gpus", "1xT4")
-    assert "it fits with" not in shown and "\n  unchanged it fits on " in shown
+    assert "does not fit on 1xA100-80GB" in shown and "the trainer needs" in shown
+    assert "less memory: a smaller memory.micro_batch_tokens" in shown
+    offloaded = ("--set", "memory.offload_optimizer=true")
+    assert "fits on 1xA100-80GB" in run(job_file, "--gpus", "1xA100-80GB", *offloaded)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--gpus", "1xH10"), "there is no GPU 'H10' in the table; did you mean 'H100'?"),
-        (("--gpus", "H100x8!"), "is no GPU; expected a count and a name"),
+        (("--gpus", "1xH10"), "--gpus is '1xH10'; expected a count and a name"),
         (("--set", "model=owner/none"), "neither a folder here nor in the Hugging Face cache"),
         (("--set", "model=/nowhere/at/all"), "there is no folder '/nowhere/at/all' here"),
         (("--set", "memory.zero_stag=1"), "unknown key 'memory.zero_stag'; did you mean"),
         (("--set", "sampling.group_size=1"), "sampling.group_size is 1: a lone completion has"),
         (("--set", "rewards.0.grader=lenght"), "no grader 'lenght'; did you mean 'length'?"),
         (("--set", "rewards.0.params.maxx=1"), "params of reward 'length': unknown key 'maxx'"),
-        (("--measured", "/nowhere"), "--measured '/nowhere': No such file or directory; expected"),
     ],
 )
 def test_bad_input_is_a_sentence(job_file: Path, options: tuple[str, ...], message: str) -> None:
@@ -173,37 +168,22 @@ def test_a_plan_is_made_where_graders_cannot_be_listed(
     assert "fits on 1xA100-80GB" in shown
 
 
-def test_a_run_folder_gives_its_rates(job_file: Path, tmp_path: Path) -> None:
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    least = {"name": "t", "model": "m", "steps": 9, "data": {"train": "x"}}
-    least |= {"rewards": [{"grader": "length"}], "key_of_another_version": 1}
-    (run_folder / "job.json").write_text(json.dumps(least))
-    row = {"time/generate": 2.0, "time/train": 1.0, "num_tokens": 25_600}
-    row |= {"completions/mean_length": 100.0}
-    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 1} | row) + "\n")
-    shown = run(job_file, "--gpus", "cpu", "--measured", run_folder)
-    assert "a step takes about 3.0 s (sampling 2.0, training 1.0, sync 0.0; measured)" in shown
-    (run_folder / "metrics.jsonl").write_text("")
-    assert "no step there both sampled and trained" in run(
-        job_file, "--measured", run_folder, code=2
-    )
-
-
 @pytest.mark.parametrize(
     ("hours", "told"),
     [(0.001, "less than a minute"), (1 / 60, "1 minute"), (0.5, "30 minutes"), (1.5, "1.5 hours")],
 )
 def test_how_long_all_steps_take_is_in_words(hours: float, told: str) -> None:
-    cost = Cost(
-        per_hour=2.5, currency="USD", source="x", per_step=0.1, hours=hours, total=2.5 * hours
-    )
-    assert cost_text(cost).startswith(f"all steps: about {told}, ")
+    time = StepTime(sample_s=0.0, train_s=36 * hours, step_s=36 * hours)
+    settings = Settings(price_per_hour=2.5)
+    plan = make_plan(job(), model("Qwen2.5-0.5B"), settings, parse_gpus("1xH100"), PromptLengths())
+    assert total_text(plan.model_copy(update={"cost": None}), time) == f"all steps: about {told}"
+    assert total_text(plan, time).startswith(f"all steps: about {told}, ")
+    assert total_text(plan, time).endswith(" USD (2.50 USD per hour)")
 
 
 def test_a_plan_says_what_is_needed_and_what_there_is(job_file: Path) -> None:
     shown = run(job_file, "--gpus", "2xA100-80GB")
     assert re.search(r"trainer, each GPU: needs [\d.]+ GiB and has [\d.]+, with", shown), shown
     assert re.search(r"sampler, each GPU: needs at least [\d.]+ GiB and has [\d.]+\n", shown)
-    assert re.search(r"a step takes about .* s \(sampling .*; from data sheets\)\n", shown)
+    assert re.search(r"a step takes about .* s \(sampling .*, training .*\)\n", shown)
     assert "the trainer has 1 rank and 1 sampler, each on GPUs of its own" in shown

@@ -44,7 +44,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 def test_a_demo_that_learned_has_no_findings(run_folder: Path) -> None:
     facts, record = gathering.alone(run_folder)
-    assert [batch.step for batch in facts.batches] == [1, 40] and len(facts.syncs) == 41
+    assert facts.newest and facts.newest.step == 40 and len(facts.syncs) == 41
     assert facts.learned and facts.of("total/passes").values[-1] == pytest.approx(1.019)
     listed = findings_of(facts, record, diagnose(facts))
     assert (listed.status, listed.step, listed.well) == ("succeeded", 40, True)
@@ -101,10 +101,8 @@ Change = Callable[[MetricsRow], dict[str, float]]
             "entropy_collapse",
         ),
         (lambda row: {"mismatch/current/logprob_diff_mean": 0.3}, "mismatch"),
-        (lambda row: {"grad_norm": 30.0 if row.step == 38 else 0.5}, "gradient_spike"),
         (lambda row: {"canary_change": 3.0}, "updates_too_large"),
         (lambda row: {"missing_rewards": 0.2}, "missing_rewards"),
-        (lambda row: {"time/step": 300.0, "time/sync": 150.0}, "slow_stage"),
     ],
 )
 def test_what_is_made_wrong_in_it_is_found(run_folder: Path, change: Change, code: str) -> None:
@@ -120,11 +118,4 @@ def test_a_run_without_batches_or_syncs_is_diagnosed_by_its_metrics(run_folder: 
     for file in (*run_folder.glob("rollouts/*"), run_folder / "weights.jsonl"):
         file.unlink()
     facts, _ = gathering.alone(run_folder)
-    assert not facts.batches and not facts.syncs and not diagnose(facts)
-
-
-def test_rows_of_a_very_long_run_are_the_first_and_the_last(run_folder: Path) -> None:
-    rows = [f'{{"step": {step}}}\n' for step in range(3000)]
-    (run_folder / "metrics.jsonl").write_text("".join(rows))
-    found = gathering.of_folder(RunFolder(run_folder), JOB).rows
-    assert len(found) == 2200 and [found[199].step, found[200].step] == [199, 1000]
+    assert not facts.newest and not facts.syncs and not diagnose(facts)

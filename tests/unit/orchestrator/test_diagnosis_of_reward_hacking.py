@@ -1,4 +1,5 @@
-"""Findings about rewarded completions that are copied from their prompt, or lack the answer."""
+"""Findings about rewarded completions that are copied from their prompt, or are an expression in
+place of the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import pytest
 from services.orchestrator.extensions.diagnosis import reward_hacking
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
 from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
-from services.orchestrator.extensions.diagnosis.reward_hacking import has_number, plain_number
+from services.orchestrator.extensions.diagnosis.reward_hacking import (
+    is_expression_without,
+    plain_number,
+)
 from services.orchestrator.store.folder import codec
 from shared.job import Job
 from shared.wire import Batch, Finding, Part, Prompt, RolloutGroup, Score, TokenIds
@@ -61,7 +65,7 @@ def step(problems: Sequence[Problem], job: Job = MATH, number: int = 12) -> Batc
 def found(
     problems: Sequence[Problem], job: Job = MATH, metrics: dict[str, list[float]] | None = None
 ) -> list[Finding]:
-    return list(diagnose(facts(metrics or {}, job, batches=[step(problems, job)])))
+    return list(diagnose(facts(metrics or {}, job, newest=step(problems, job))))
 
 
 def sums(*completions: tuple[str, float], num: int = 24) -> list[Problem]:
@@ -98,7 +102,7 @@ def test_a_model_that_learned_to_repeat_the_sum_is_found_by_its_newest_batch() -
         "80% of the completions that step 12 rewards do not contain the number in their row's "
         "column 'answer'"
     )
-    assert lacks.evidence == copies.evidence and lacks.keys == ("rewards",)
+    assert lacks.evidence == copies.evidence
 
 
 def test_a_third_of_the_rewarded_completions_is_a_warning_and_a_fifth_is_none() -> None:
@@ -135,8 +139,6 @@ def test_copies_that_earn_little_are_no_finding() -> None:
         "**what is {a} + {b}**",
         "The answer is {a} + {b}.",
         "= {a} + {b} =",
-        "{a} + {b} = {a} + {b}",
-        "{a} + {b}\n\n{a} + {b}",
         "$\\boxed{{{a} + {b}}}$",
         "<think>Let me see what this is about.</think>\n{a} + {b}",
         "First I look at it.\n<answer>{a} + {b}</answer>",
@@ -168,16 +170,10 @@ def test_a_number_of_the_problem_or_two_are_no_copy(text: str) -> None:
     assert not found(sums(*[(text, 1.0)] * 8), own_code())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("{a} + {b}", "{b} + {a}", "{a} plus {b}", "{a}+{b}.0", "Sure! {a} + {b}"),
-        *("I think {a} + {b}", "{a} + {b} = {b} + {a}"),
-    ],
-)
-def test_the_terms_of_the_prompt_are_a_copy_in_any_order_and_beside_words(text: str) -> None:
-    (finding,) = found(sums(*[(text, 1.0)] * 8), own_code())
-    assert (finding.code, finding.level) == (COPIES, "problem")
+@pytest.mark.parametrize("text", ["{b} + {a}", "{a} + {b}.0", "Sure! {a} + {b}"])
+def test_an_expression_that_is_no_copy_lacks_the_answer(text: str) -> None:
+    assert not found(sums(*[(text, 1.0)] * 8), own_code())
+    assert [each.code for each in found(sums(*[(text, 1.0)] * 8))] == [LACKS]
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.4, 5.0])
@@ -341,12 +337,12 @@ def test_expressions_are_right_answers_of_the_countdown_game() -> None:
     for batch in demo_batches():
         rows = [prompt.model_copy(update={"row": {}}) for prompt in batch.prompts]
         bare = batch.model_copy(update={"prompts": tuple(rows)})
-        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=demo, batches=[batch]))]
-        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=own, batches=[bare]))]
+        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=demo, newest=batch))]
+        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=own, newest=bare))]
         as_math = job_with(
             rewards=[{"grader": "math", "name": "python_value", "params": {"answer": "target"}}]
         )
-        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=as_math, batches=[batch]))]
+        assert not [*reward_hacking.reward_hacks(RunSnapshot(job=as_math, newest=batch))]
 
 
 def test_worked_solutions_have_no_finding_and_their_problems_copied_have() -> None:
@@ -362,24 +358,27 @@ def test_worked_solutions_have_no_finding_and_their_problems_copied_have() -> No
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        *(("17", 17), ("The sum is 17.", 17), ("17.0", 17), ("$17", 17), ("x=17", 17), ("-17", 17)),
-        *(("1,200", 1200), ("1 200", 1200), ("1{,}200", 1200), ("1.200.000", 1_200_000)),
-        *(("34/2", 17), ("\\frac{3}{4}", 0.75), ("75%", 0.75), ("1.6e-19", 1.6e-19), (".5", 0.5)),
-        *(("seventeen", 17), ("Twenty-one", 21), ("2 thousand", 2000), ("2 \\times 10^3", 2000)),
-        *(("1 1/2", 1.5), ("3\\frac{3}{4}", 3.75), ("\\frac34", 0.75), ("1\u202f500", 1500)),
-        *(("0.333333", 1 / 3), ("8 + 9 = 17", 17), ("٣", 3)),
+        *(("17", 17), ("The sum is 17.", 17), ("-17", 17), ("seventeen", 17), ("", 17)),
+        *(("8 + 9 = 17", 17), ("8 + 9 = 17.0", 17), ("1,000 + 200 = 1,200", 1200)),
+        *(("1{,}000 + 200 = 1{,}200", 1200), ("x = 10 - 7, so $3", 3)),
+        # forms of numbers that are not worked out
+        *(("1 - 1/2", 0.5), ("1 - \\frac{1}{2}", 0.5), ("10 + 7 %", 10.7)),
+        *(("2 \\times 10^3", 2000), ("2 * 10 ^{3}", 2000), ("1.6e-19", 2.0)),
     ],
 )
-def test_a_number_is_found_in_its_usual_forms(text: str, number: float) -> None:
-    assert has_number(text, number)
+def test_what_has_the_number_or_no_expression_is_no_suspect(text: str, number: float) -> None:
+    assert not is_expression_without(text, number)
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("8 + 9", 17), ("117", 17), ("170", 17), ("1.7", 17), ("eight plus nine", 17), ("", 0)],
+    [
+        *(("8 + 9", 17), ("8+9", 17), ("8 \\cdot 2", 16), ("(3) * (4)", 12), ("20 − 3", 17)),
+        *(("2^{10}", 1024), ("100 + 17.5", 117), ("3 × 9", 27)),
+    ],
 )
-def test_a_number_is_not_found_in_others_or_in_its_terms(text: str, number: float) -> None:
-    assert not has_number(text, number)
+def test_an_expression_without_the_number_is_a_suspect(text: str, number: float) -> None:
+    assert is_expression_without(text, number)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +416,7 @@ def test_a_grader_that_runs_the_text_may_be_given_an_expression() -> None:
     python = job_with(rewards=[{"grader": "python_value", "params": {"target": "answer"}}])
     swapped = sums(*[("{b} + {a}", 1.0)] * 8)
     assert not found(swapped, python)
-    assert [each.code for each in found(swapped)] == [COPIES, LACKS]
+    assert [each.code for each in found(swapped)] == [LACKS]
 
 
 def test_a_hacked_reward_is_not_taken_for_problems_that_are_learned() -> None:
@@ -430,7 +429,7 @@ def test_a_hacked_reward_is_not_taken_for_problems_that_are_learned() -> None:
         "the reward is earned without the right answer: see rewarded_copies, "
         "rewarded_without_answer"
     )
-    assert easy.keys == ("rewards",)
+    assert "let the reward refuse such completions" in easy.remedy
     learned = found(sums(*[("{sum}", 1.0), ("It is {sum}", 1.0)] * 4), MATH, metrics)
     assert [each.cause for each in learned] == [
         "the model has learned what these problems can teach"
@@ -440,7 +439,7 @@ def test_a_hacked_reward_is_not_taken_for_problems_that_are_learned() -> None:
 def test_held_out_rewards_that_rise_do_not_silence_them() -> None:
     evaluations = {"eval/reward": [0.15, 0.8], "eval/reward_low": [0.1, 0.7]}
     evaluations["eval/reward_high"] = [0.2, 0.9]
-    run = facts(evaluations, MATH, batches=[step(sums(*[("{a} + {b}", 1.0)] * 8))])
+    run = facts(evaluations, MATH, newest=step(sums(*[("{a} + {b}", 1.0)] * 8)))
     assert run.learned
     assert [each.code for each in diagnose(run)] == [COPIES, LACKS]
 
@@ -457,7 +456,7 @@ def test_huge_texts_are_read_in_no_time(text: str) -> None:
     a text takes minutes."""
     huge = text * (1_000_000 // len(text))
     problems = [(huge, {"answer": "17", "choices": [huge]}, [(huge, 1.0)] * 8)] * 24
-    run = RunSnapshot(job=MATH, batches=[step(problems)])
+    run = RunSnapshot(job=MATH, newest=step(problems))
     start = time.process_time()
     hacks = [*reward_hacking.reward_hacks(run)]
     assert time.process_time() - start < 10.0

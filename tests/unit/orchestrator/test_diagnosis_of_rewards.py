@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import structlog
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
 from services.orchestrator.extensions.diagnosis.facts import percent
@@ -23,7 +22,7 @@ def test_groups_that_all_earn_nothing_are_too_hard() -> None:
     )
     assert finding.evidence[0].metric == "frac_reward_zero_std"
     assert finding.evidence[0].steps == tuple(range(1, 9))
-    assert "difficulty.skip_wrong" in finding.keys
+    assert "difficulty.skip_wrong" in finding.remedy
 
 
 def test_groups_that_earn_everything_from_the_start_are_too_easy() -> None:
@@ -44,9 +43,9 @@ def test_equal_rewards_that_are_neither_right_nor_wrong_are_told_apart() -> None
     assert finding.code == "no_signal_equal"
     assert finding.cause == "the rewards give different completions the same number"
     same = batch([["yes", "yes"], ["no", "no"]])
-    finding = only(facts(metrics, batches=[same]))
+    finding = only(facts(metrics, newest=same))
     assert finding.cause == "in 100% of the groups all completions are the same text"
-    assert "sampling.temperature" in finding.keys
+    assert "sampling.temperature" in finding.remedy
     alone = job_with(sampling={"group_size": 1})
     assert "sampling.group_size is 1" in only(facts(metrics, alone)).cause
 
@@ -84,19 +83,9 @@ def test_updates_that_change_no_weight_are_a_finding(
 ) -> None:
     trained = {"num_examples": [8.0] * 6} | metrics
     assert only(facts(trained)).title == f"no weight has changed in 6 step(s): {why}"
-    assert "training.learning_rate" in only(facts(trained)).keys
+    assert "training.learning_rate" in only(facts(trained)).remedy
     moved = {name: [*values[:5], 0.1] for name, values in metrics.items()}
     assert not codes(facts(trained | moved))
-
-
-def test_a_run_that_only_its_own_reward_code_judges_names_another_grader() -> None:
-    own = {"file": "r.py", "source": "def reward(completions): return [1.0]", "name": "mine"}
-    rises = {"reward": [0.2, 0.3, 0.4, 0.5, 0.9, 0.9]}
-    finding = only(facts(rises, job_with(rewards=[own])))
-    assert (finding.code, finding.level) == ("own_reward", "notice")
-    assert "'mine'" in finding.title
-    assert "hone eval MODEL JOB --job JOB --grader math" in finding.remedy
-    assert not codes(facts(rises, job_with(rewards=[own, {"grader": "math"}])))
 
 
 def test_one_of_two_rewards_that_never_varies_is_a_finding() -> None:
@@ -112,29 +101,12 @@ def test_one_of_two_rewards_that_never_varies_is_a_finding() -> None:
     assert not codes(facts({**learned, **varies}, job)), "it varied once"
 
 
-def test_rewards_that_pull_against_each_other_are_a_finding() -> None:
-    """In each group one completion is right and long, one wrong and short: correlation -1."""
-    job = job_with(rewards=[{"grader": "right"}, {"grader": "short"}])
-    against = [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}]] * 16
-    finding = only(facts({}, job, batches=[batch([["a", "b"]] * 16, against)]))
-    assert (finding.code, finding.evidence[0].values) == ("rewards_contradict", (-1.0,))
-    together = [[{"right": 1.0, "short": 1.0}, {"right": 0.0, "short": 0.0}]] * 16
-    assert not codes(facts({}, job, batches=[batch([["a", "b"]] * 16, together)]))
-    few = facts({}, job, batches=[batch([["a", "b"]] * 15, against[:15])])
-    assert not codes(few), "30 completions are too few"
-    penalty = job_with(rewards=[{"grader": "right"}, {"grader": "short", "weight": -1}])
-    assert not codes(facts({}, penalty, batches=[batch([["a", "b"]] * 16, against)]))
-    alike = [[{"right": 1.0, "short": 1.0}, {"right": 0.0, "short": 1.0}]] * 16
-    with structlog.testing.capture_logs() as logs:
-        assert not codes(facts({}, job, batches=[batch([["a", "b"]] * 16, alike)])) and not logs
-
-
 def test_missing_rewards_are_told_with_their_reasons() -> None:
     one = batch([["a", "b", "c"]])
     failed = Part(value=None, verdict="error", detail="no key for the judge")
     scores = (Score(value=None, parts={"judge": failed}),) * 2
     one = one.model_copy(update={"scores": ((*scores, one.scores[0][0]),)})
-    finding = only(facts({"missing_rewards": [0.0, 0.05, 0.05, 0.05]}, batches=[one]))
+    finding = only(facts({"missing_rewards": [0.0, 0.05, 0.05, 0.05]}, newest=one))
     assert (finding.code, finding.level, finding.since_step) == ("missing_rewards", "warning", 2)
     assert finding.evidence[1].text == "2 x judge: no key for the judge"
     assert only(facts({"missing_rewards": [0.2]})).level == "problem"
@@ -147,11 +119,11 @@ def test_rollouts_that_went_wrong_are_told_with_their_reasons() -> None:
     group = one.groups[0].model_copy(update={"rollouts": (late, late)})
     one = one.model_copy(update={"groups": (group,)})
     shares = {"errored_rollouts": [0.1] * 3, "timed_out_rollouts": [0.1] * 3}
-    finding = only(facts(shares, batches=[one]))
+    finding = only(facts(shares, newest=one))
     assert finding.code == "errored_rollouts" and "HONE_GENERATE_DEADLINE_S" in finding.cause
     assert finding.evidence[2].text == "2 x not done after 600 s"
     others = only(facts({**shares, "timed_out_rollouts": [0.0] * 3}))
-    assert "HONE_GENERATE_DEADLINE_S" not in others.keys
+    assert "HONE_GENERATE_DEADLINE_S" not in others.remedy
 
 
 def test_environments_that_die_are_a_finding() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from services.orchestrator.jobs.after_step import AfterStep
 from services.orchestrator.jobs.decisions import Outcome, outcome_from_disk
-from services.orchestrator.jobs.results import JobUsage
+from services.orchestrator.jobs.results import JobUsage, Price
 from services.orchestrator.samplers.waits import PendingCalls
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import Note, RunFolder
@@ -18,7 +18,6 @@ from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease
 from services.orchestrator.store.run_folders import note_ends
 from shared.errors import Conflict, HoneError
-from shared.plan.planning import Price
 from shared.wire import MetricsRow
 from tests.support.job_records import JOB
 
@@ -61,7 +60,7 @@ async def test_a_row_that_is_said_again_has_the_currency_of_its_cost() -> None:
     store, unused = Mock(report=AsyncMock()), cast(Any, Mock())
     services = cast(Any, Mock(pending=PendingCalls()))
     journal = Journal(store, Lease("a", 1, "trainer", 30.0))
-    spent = JobUsage([], price=Price(2.0, "EUR", "the invoice"))
+    spent = JobUsage([], price=Price(2.0, "EUR"))
     after = AfterStep(JOB, unused, services, unused, journal, unused, spent, 0.5, unused)
     await after.repeat_events(MetricsRow(step=1, metrics={"total/cost": 3.0}))
     told = store.report.await_args.kwargs

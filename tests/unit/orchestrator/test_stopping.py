@@ -15,7 +15,6 @@ from services.orchestrator.jobs.results import (
     reason_to_stop,
 )
 from shared.job import CheckpointSpec, Job, StopSpec
-from shared.plan.planning import Price
 from shared.wire import MetricsRow
 from tests.support.scored_batches import make_batch, make_job, score
 
@@ -81,7 +80,7 @@ def test_each_attempt_costs_its_hours_at_the_price_of_its_time(
     """2 hours have cost 8; 0.5 more at 4 make it 10."""
     now = 1000.0
     monkeypatch.setattr(results.time, "monotonic", lambda: now)
-    price = Price(per_hour=4.0, currency="EUR", source="the invoice")
+    price = results.Price(per_hour=4.0, currency="EUR")
     rows = [MetricsRow(step=1, metrics={HOURS: 1.0, COST: 3.0})]
     spent = JobUsage(rows, 2.0, price, 8.0)
     now += 1800
@@ -89,7 +88,7 @@ def test_each_attempt_costs_its_hours_at_the_price_of_its_time(
     assert spent.after(batch)[COST] == pytest.approx(10.0)
     assert (spent.hours, spent.cost) == (pytest.approx(2.5), pytest.approx(10.0))
     assert spent.beyond(StopSpec(max_cost=10.5)) is None and spent.beyond(StopSpec()) is None
-    why = "it has cost 10.00 EUR (2.5 hours, now at 4: the invoice), and stop.max_cost is 10"
+    why = "it has cost 10.00 EUR (2.5 hours, now at 4 each), and stop.max_cost is 10"
     assert spent.beyond(StopSpec(max_cost=10)) == why
     assert JobUsage(rows, 2.0, price).cost == pytest.approx(3.0), "by its row"
     unknown = JobUsage([], 2.5)

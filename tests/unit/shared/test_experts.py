@@ -43,12 +43,6 @@ def test_how_many_a_token_goes_to_is_not_guessed() -> None:
         experts_of({"num_experts": 8, "intermediate_size": 100})
 
 
-def test_the_experts_read_for_tokens_by_hand() -> None:
-    experts = Experts(8, 2, 100)
-    assert experts.active_share == 0.25 and experts.touched_share(1) == 0.25
-    assert experts.touched_share(2) == 1 - 0.75**2
-
-
 def test_a_mixture_of_experts_that_was_not_tried_is_a_warning() -> None:
     assert untested_warning("m", {"architectures": ["Qwen2ForCausalLM"]}) is None
     assert untested_warning("m", MIXTRAL | {"architectures": [TRIED[0]]}) is None

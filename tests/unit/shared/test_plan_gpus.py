@@ -8,39 +8,36 @@ from pathlib import Path
 import pytest
 
 from shared.errors import BadRequest
-from shared.plan.gpus import cpu, host_memory_bytes, parse_gpus, pools_of
+from shared.plan.gpus import cpu, gpus_of, host_memory_bytes, parse_gpus
 
 
 @pytest.mark.parametrize(
-    ("text", "pools"),
+    ("text", "gpus"),
     [
-        ("1xA100-80GB", ["1xA100-80GB"]),
-        ("8xh100", ["8xH100"]),
-        ("A10G-24GB", ["1xA10G"]),
-        ("2 x L40S", ["2xL40S"]),
-        ("1xH100, 2xA10G", ["1xH100", "2xA10G"]),
-        ("cpu", ["cpu"]),
-        ("CPU", ["cpu"]),
+        ("1xA100-80GB", "1xA100-80GB"),
+        ("8xh100", "8xH100"),
+        ("A10G-24GB", "1xA10G"),
+        ("2 x L40S", "2xL40S"),
+        ("cpu", "cpu"),
+        ("CPU", "cpu"),
     ],
 )
-def test_gpus_are_a_count_and_a_name(text: str, pools: list[str]) -> None:
-    assert [str(pool) for pool in parse_gpus(text)] == pools
+def test_gpus_are_a_count_and_a_name(text: str, gpus: str) -> None:
+    assert str(parse_gpus(text)) == gpus
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1xH10", r"there is no GPU 'H10' in the table; did you mean 'H100'\?"),
-        ("1xA100-80G", "there is no GPU 'A100-80G' in the table; did you mean 'A100-80GB'"),
-        ("4xA100", "'4xA100': expected one of A100-40GB, A100-80GB"),
-        ("8 H100", r"'8 H100' is no GPU; expected a count and a name, such as 1xA100-80GB"),
-        ("", "'' is no GPU; expected a count and a name"),
-        ("1xH100,", "'' is no GPU"),
-        ("0xH100", "0 GPUs; expected from 1 to 1024"),
-        ("1xH100,1xL4,1xT4", "has 3 kinds; expected one, or two with the trainer's first"),
-        ("1xH100,cpu", "'cpu' is this machine without GPUs; expected it alone, without a count"),
-        ("4xcpu", "'cpu' is this machine without GPUs; expected it alone"),
-        ("2xquantum", "there is no GPU 'quantum' in the table; the known ones are A10, A100-40GB"),
+        ("1xH10", r"--gpus is '1xH10'; .*; did you mean 'H100'\?"),
+        ("1xA100-80G", "did you mean 'A100-80GB'"),
+        ("4xA100", "did you mean 'A100-"),
+        ("8 H100", r"'8 H100'; expected a count and a name, such as 8xA100-80GB, or cpu"),
+        ("", "--gpus is ''; expected a count and a name"),
+        ("0xH100", "'0xH100'; expected a count and a name"),
+        ("1xH100,1xL4", "'1xH100,1xL4'; expected a count and a name"),
+        ("4xcpu", "'4xcpu'; expected a count and a name, such as 8xA100-80GB, or cpu"),
+        ("2xquantum", "the GPUs are A10, A100-40GB"),
     ],
 )
 def test_gpus_that_are_not_there_are_named(text: str, message: str) -> None:
@@ -49,7 +46,7 @@ def test_gpus_that_are_not_there_are_named(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "pool"),
+    ("listed", "gpus"),
     [
         ("NVIDIA A100-SXM4-80GB, 81920\n" * 2, "2xA100-80GB"),
         ("NVIDIA A100-PCIE-40GB, 40960\n", "1xA100-40GB"),
@@ -63,14 +60,13 @@ def test_gpus_that_are_not_there_are_named(text: str, message: str) -> None:
         ("No devices were found\n", "cpu"),
     ],
 )
-def test_what_nvidia_lists_is_found_in_the_table(listed: str, pool: str) -> None:
-    (found,) = pools_of(listed)
-    assert str(found) == pool
+def test_what_nvidia_lists_is_found_in_the_table(listed: str, gpus: str) -> None:
+    assert str(gpus_of(listed)) == gpus
 
 
 def test_a_gpu_that_is_not_in_the_table_has_its_memory_and_no_rates() -> None:
-    (found,) = pools_of("NVIDIA Xyz 900, 65536\n")
-    assert (found.gpu.memory_gib, found.gpu.has_rates) == (64.0, False)
+    found = gpus_of("NVIDIA Xyz 900, 65536\n")
+    assert (found.memory_gib, found.bandwidth_gb_s) == (64.0, 0.0)
 
 
 def test_a_host_without_gpus_has_its_memory(tmp_path: Path) -> None:

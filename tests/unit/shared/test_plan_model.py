@@ -177,12 +177,12 @@ def test_the_hub_is_asked_for_the_configuration_alone(monkeypatch: pytest.Monkey
     [
         (
             httpx2.ConnectError("no route"),
-            r"https://huggingface.co cannot be reached \(ConnectError\); "
-            "name a folder that has the model, or a mirror of the Hub by HF_ENDPOINT",
+            r"https://huggingface.co gives no config.json of it \(ConnectError\); "
+            "a gated model needs HF_TOKEN, and a mirror is named by HF_ENDPOINT",
         ),
-        (httpx2.Response(404), "answers 404 for its config.json; a gated model needs HF_TOKEN"),
-        (httpx2.Response(200, text="<html>"), "as its config.json is no JSON"),
-        (httpx2.Response(200, json=[1]), "is no JSON object"),
+        (httpx2.Response(404), "answers 404 for its config.json, .* a gated model needs HF_TOKEN"),
+        (httpx2.Response(200, text="<html>"), r"gives no config.json of it \(JSONDecodeError\)"),
+        (httpx2.Response(200, json=[1]), "with no JSON object"),
         (httpx2.Response(200, json={"model_type": "gemma4", **CONFIG}), "is of type 'gemma4', who"),
         (httpx2.Response(200, json={"num_experts": 8}), "has no 'num_experts_per_tok'"),
     ],
@@ -207,9 +207,6 @@ def test_a_folder_without_a_configuration_or_a_size_is_named(tmp_path: Path) -> 
         find_model(str(folder))
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": "x"}))
     with pytest.raises(UnknownModelSize, match="has a size that is none: invalid literal"):
-        find_model(str(folder))
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 0}))
-    with pytest.raises(UnknownModelSize, match="has a size below 1"):
         find_model(str(folder))
     (folder / "config.json").write_text("{")
     with pytest.raises(UnknownModelSize, match="cannot be read"):
@@ -252,23 +249,20 @@ MIXTRAL_8X7B = CONFIG | {
 
 
 @pytest.mark.parametrize(
-    ("config", "all_of_them", "experts"),
+    ("config", "all_of_them", "experts", "share"),
     [
         # 48 layers of 128 experts of 3 x 2048 x 768; published as 30.5B, of which 3.3B are active
-        (QWEN_30B, 30_532_122_624, 28_991_029_248),
+        (QWEN_30B, 30_532_122_624, 28_991_029_248, 8 / 128),
         # 32 layers of 8 experts of 3 x 4096 x 14336; published as 46.7B, of which 12.9B are active
-        (MIXTRAL_8X7B, 46_702_792_704, 45_097_156_608),
+        (MIXTRAL_8X7B, 46_702_792_704, 45_097_156_608, 2 / 8),
     ],
     ids=["Qwen3-30B-A3B", "Mixtral-8x7B"],
 )
 def test_memory_counts_all_experts_and_time_those_of_a_token(
-    config: dict[str, object], all_of_them: int, experts: int
+    config: dict[str, object], all_of_them: int, experts: int, share: float
 ) -> None:
     found = of_config(config, "m")
-    assert (found.num_parameters, found.num_expert_parameters) == (all_of_them, experts)
-    share = 1 / 16 if config is QWEN_30B else 1 / 4
-    assert found.num_read() == round(all_of_them - experts * (1 - share))
-    assert found.num_read(2) == round(all_of_them - experts * (1 - share) ** 2)
-    assert found.num_read(2000) == pytest.approx(all_of_them, rel=1e-9)
+    assert found.num_parameters == all_of_them
+    assert found.num_active == all_of_them - experts * (1 - share)
     dense = of_config(CONFIG | {"model_type": "llama"}, "m")
-    assert dense.num_read() == dense.num_read(9) == dense.num_parameters
+    assert dense.num_active == dense.num_parameters

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from services.trainer.zero.memory import MemoryPlan
-from shared.plan.memory import Ranks, is_worth_giving_back
+from services.trainer.zero.memory import MemoryPlan, is_worth_giving_back
+from shared.plan.memory import Ranks
 from tests.support.plan_models import job, model
 
 ALLOCATE = """

@@ -148,7 +148,7 @@ def test_the_vision_tower_of_a_text_job_has_no_adapters(tmp_path, targets):
     assert any("vision_tower" in name and name.endswith("q_proj") for name in linear)
     plan = find_model(str(tmp_path))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert plan.num_adapter_parameters(LoraSpec(rank=2, target_modules=targets)) == trained
+    assert plan.num_trainable(LoraSpec(rank=2, target_modules=targets)) == trained
 
 
 def test_adapters_on_a_vision_tower_alone_are_refused(tmp_path):
@@ -167,7 +167,7 @@ def test_a_mixture_of_experts_has_adapters_on_its_attention(tmp_path, kind):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # Of each of two layers: q and o are 64 x 64, k and v 64 x 32; rank 2.
     assert trained == 2 * 2 * (2 * (64 + 64) + 2 * (64 + 32))
-    assert find_model(str(tmp_path)).num_adapter_parameters(spec) == trained
+    assert find_model(str(tmp_path)).num_trainable(spec) == trained
     with torch.no_grad():
         for layer in lora.lora_layers(model).values():
             layer.lora_B["default"].weight.normal_()

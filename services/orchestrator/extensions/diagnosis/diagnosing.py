@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from services.orchestrator.extensions.diagnosis import checks, reward_hacking, service_checks
+from services.orchestrator.extensions.diagnosis import checks, reward_hacking
 from services.orchestrator.extensions.diagnosis.facts import (
     RunSnapshot,
     alone,
@@ -42,25 +42,17 @@ OF_RUN: tuple[Check, ...] = (
     checks.steps_skipped,
     checks.updates,
     checks.no_update,
-    checks.spikes,
     checks.mismatch,
     checks.reward_fell,
     checks.held_out_falls,
-    checks.one_text,
     reward_hacking.reward_hacks,
     checks.no_signal,
     checks.reward_constant,
-    checks.rewards_contradict,
     checks.by_metric,
-    checks.evaluation_too_small,
     checks.evaluation_ignored,
-    checks.own_reward,
     checks.too_few_steps,
-    service_checks.speed,
-    service_checks.sampler_idle,
 )
-"""Checks of what the run's files say, and its summary. `service_checks.state` is of the job at this
-moment."""
+"""Checks of what the run's files say. `checks.state` is of the job at this moment."""
 
 LEVELS = ("problem", "warning", "notice")
 
@@ -71,11 +63,11 @@ MAX_KNOWN = 8
 def diagnose(facts: RunSnapshot) -> tuple[Finding, ...]:
     """Returns the findings, the worst first. Findings of equal level are in the order of
     findings.toml: what blocks a run, what ruins it, then consequences."""
-    return _worst_first(run_checks((service_checks.state, *OF_RUN), facts))
+    return _worst_first(run_checks((checks.state, *OF_RUN), facts))
 
 
 def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
-    """Returns the findings of a run folder. Reads its rows and its newest batches."""
+    """Returns the findings of a run folder. Reads its rows and its newest batch."""
     return diagnose(of_folder(folder, job))
 
 
@@ -126,17 +118,17 @@ class Findings:
             facts, found = await finish_despite_cancel(asyncio.to_thread(self._look, record))
         last_event_at = newest[0].time if newest else None
         facts = replace(facts, record=record, last_event_at=last_event_at, now=time.time())
-        return findings_of(facts, record, [*run_checks([service_checks.state], facts), *found])
+        return findings_of(facts, record, [*run_checks([checks.state], facts), *found])
 
     def _look(self, record: JobRecord) -> tuple[RunSnapshot, list[Finding]]:
         """Returns the run's facts without its batches, and what its files say now."""
         folder = RunFolder(Path(record.run_dir))
-        state = folder.stamp(), record.job, record.summary
+        state = folder.stamp(), record.job
         known = self._known.pop(record.id, None)
         if known is None or known[0] != state:
             facts = of_folder(folder, record.job)
-            found = run_checks(OF_RUN, replace(facts, record=record))
-            known = state, replace(facts, batches=(), syncs=()), found
+            found = run_checks(OF_RUN, facts)
+            known = state, replace(facts, newest=None, syncs=()), found
         self._known[record.id] = known
         for oldest in [*self._known][:-MAX_KNOWN]:
             self._known.pop(oldest, None)

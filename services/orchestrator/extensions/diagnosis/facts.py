@@ -4,6 +4,7 @@ findings.toml."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -19,20 +20,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import HIGH, IGNORED, LOW, metric_prefix
-from services.orchestrator.grpo.metrics import PASSES
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import FoundRun, find_run
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
 from shared.wire import Batch, Evidence, Finding, JobRecord, MetricsRow
 from shared.wire.jobs import FindingCode, FindingLevel
-
-FIRST_ROWS, LAST_ROWS = 200, 2000
-"""Rows of a very long run that are looked at, from its beginning and its end: enough for all
-windows, and a bound for the time that it takes."""
-
-TRIES = 8
-"""Most stored batches that are tried for one that is graded."""
 
 WINDOW = 10
 """Steps that a median is over: four odd steps among ten do not move it, and ten come soon."""
@@ -132,14 +125,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run. `rows` are of its steps, in order, the evaluation before training as step 0;
-    `batches` are scored ones, the oldest and the newest that are stored; `syncs` are rows of
-    weights.jsonl, in order. `record` is None while its own worker asks: then nothing is said about
-    its state. `last_event_at` and `now` are Unix times."""
+    """A run. `rows` are of its steps, in order, the evaluation before training as step 0; `newest`
+    is its newest stored batch that is scored; `syncs` are rows of weights.jsonl, in order. `record`
+    is None while its own worker asks: then nothing is said about its state. `last_event_at` and
+    `now` are Unix times."""
 
     job: Job
     rows: Sequence[MetricsRow] = ()
-    batches: Sequence[Batch] = ()
+    newest: Batch | None = None
     syncs: Sequence[Mapping[str, Any]] = ()
     record: JobRecord | None = None
     last_event_at: float | None = None
@@ -150,10 +143,6 @@ class RunSnapshot:
         0 on."""
         rows = (row for row in self.rows if row.step >= first_step and metric in row.metrics)
         return Series(metric, tuple((row.step, row.metrics[metric]) for row in rows))
-
-    @property
-    def newest(self) -> Batch | None:
-        return self.batches[-1] if self.batches else None
 
     @property
     def full_mark(self) -> float:
@@ -189,24 +178,16 @@ class RunSnapshot:
 
 
 def of_folder(folder: RunFolder, job: Job) -> RunSnapshot:
-    """Returns the facts that the run folder has: its rows and its newest batches."""
-    rows = folder.metrics()
-    if len(rows) > FIRST_ROWS + LAST_ROWS:
-        rows = [*rows[:FIRST_ROWS], *rows[-LAST_ROWS:]]
-    steps = folder.batch_steps()
-    graded = [_first_graded(folder, part) for part in (steps[:TRIES], steps[: -TRIES - 1 : -1])]
-    batches = {batch.step: batch for batch in graded if batch}
-    return RunSnapshot(job, rows, tuple(batches.values()), folder.syncs())
+    """Returns the facts that the run folder has: its rows and its newest batch."""
+    return RunSnapshot(job, folder.metrics(), _newest_graded(folder), folder.syncs())
 
 
-def _first_graded(folder: RunFolder, steps: Sequence[int]) -> Batch | None:
-    for step in steps:
-        try:
+def _newest_graded(folder: RunFolder) -> Batch | None:
+    for step in folder.batch_steps()[:-9:-1]:  # of the newest eight
+        with contextlib.suppress(NotFound):  # removed just now
             batch = folder.batch(step)
-        except NotFound:  # removed just now
-            continue
-        if batch.graded:
-            return batch
+            if batch.graded:
+                return batch
     return None
 
 
@@ -255,9 +236,9 @@ class Entry(BaseModel):
 
     With `median`, (comparison, threshold), the entry is a rule. A run of at least `min_steps` steps
     meets it if the medians of the last `window` and of the last NEWEST values of `metric` both
-    compare so with the threshold; the second keeps a past fault from being reported. `times` names
-    a quantity that multiplies the threshold. From a median of `problem_from` on the level is
-    "problem". `also` names further metrics to show as evidence."""
+    compare so with the threshold; the second keeps a past fault from being reported. If `of_first`,
+    the threshold is a share of the median of the first steps. From a median of `problem_from` on
+    the level is "problem". `also` names further metrics to show as evidence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -266,10 +247,9 @@ class Entry(BaseModel):
     title: OneLine
     cause: OneLine
     remedy: OneLine
-    keys: OneLine = ""
     metric: str = ""
     median: tuple[Literal[">=", "<=", ">", "<"], float] | None = None
-    times: Literal["began", "max_tokens", "num_problems"] | None = None
+    of_first: bool = False
     window: int = WINDOW
     min_steps: int = 1
     problem_from: float = math.inf
@@ -308,7 +288,6 @@ def finding(
         evidence=tuple(each for each in shown if each.values or each.text),
         cause=entry.cause.format(**values),
         remedy=entry.remedy.format(**values),
-        keys=tuple(entry.keys.split()),
     )
 
 
@@ -340,17 +319,6 @@ class Reading:
         return self.series.first().median
 
     @property
-    def max_tokens(self) -> int:
-        return self.run.job.sampling.max_tokens
-
-    @property
-    def num_problems(self) -> float:
-        """How many problems the data has; NaN if the rows do not say."""
-        passes = self.run.of(PASSES)
-        num = self.run.job.sampling.prompts_per_step
-        return round(passes.steps[-1] * num / passes.values[-1]) if passes else math.nan
-
-    @property
     def share(self) -> str:
         """The share in all of the last steps together: their median may be 1 where it is less."""
         return percent(statistics.fmean(self.last.values))
@@ -362,7 +330,7 @@ class Reading:
         if self.entry.median is None:
             raise ValueError(f"entry {self.name!r} of findings.toml has no `median`")
         sign, threshold = self.entry.median
-        scale = getattr(self, self.entry.times) if self.entry.times else 1.0
+        scale = self.began if self.entry.of_first else 1.0
         return COMPARE[sign](value, threshold * scale)
 
     @property

@@ -1,6 +1,6 @@
 """Reward hacking that the newest batch alone shows: rewarded completions that are copied from
-their prompt, or that lack the number that is the row's answer. Held-out problems do not show it:
-the same grader grades them, so their reward rises too.
+their prompt, or that are an expression in place of the number that is the row's answer. Held-out
+problems do not show it: the same grader grades them, so their reward rises too.
 
 Numbers are read by code of this file's own. Services meet only in `shared`, and a reader that the
 graders shared would share its mistakes: what a grader reads wrongly is what this is to find."""
@@ -10,9 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from services.orchestrator.extensions.diagnosis.facts import (
@@ -52,43 +50,16 @@ PROBLEM_COLUMNS = frozenset(("prompt", "question", "problem", "input", "instruct
 FRAME = re.compile("the|final|answer|result|solution|sum|total|so|it|is|are|equals|[-=*>]")
 """Words and signs around an answer, which are no part of it."""
 
-PLAIN_NUMBER_GRADERS = {"math": "answer"}
-"""Graders that look for the row's answer in the text, and the param that names its column. Others
-run the text, as `python_value` does, so that an expression is a right answer; or, as a job's own
-code, may take the column for anything, such as the index of a choice."""
-
 SIGNS = str.maketrans("×÷−–—", "*/---")
-OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
-_TRAILING_ZEROS = re.compile(r"(?<=\d)\.0+$")
-_MARKUP = re.compile(r"</?\w{1,20}>|\*\*|__|[-=]>")
 _FINAL = re.compile(r"\\boxed ?\{([^{}]*)\}|<answer>([^<]*)<|####([^\n]*)")
-_IDEOGRAPHS = "\u2e80-\u9fff\uac00-\ud7af"
-_TOKEN = re.compile(
-    rf"[{_IDEOGRAPHS}]|\d+(?:[.,]\d+)*|[^\W\d{_IDEOGRAPHS}]+|[^\w\s.,;:!?'\"()$#`~…“”‘’]"
-)
+_MARKUP = re.compile(r"</?\w{1,20}>|\*\*|__|[-=]>")
+_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d]+|[^\w\s.,;:!?'\"()$#`~…“”‘’]")
 
-_DIGITS = r"\d{1,3}(?:[,'_ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,9}(?![.\d])|\d{1,40}"
-_NUMBER = re.compile(
-    rf"({_DIGITS})?((?<=\d)\.\d{{0,40}}|\.\d{{1,40}})?((?<=[.\d])e[-+]?\d{{1,3}})?"
-)
-_PLAIN_NUMBER = re.compile(rf"[-+]? ?[$€£¥₹]? ?(?:({_DIGITS})(\.\d{{0,40}})?|(\.\d{{1,40}}))")
-_FRACTION = re.compile(
-    r"(?:(?<![\d.])(\d{1,9}) ?)?"
-    r"(?:(?<!\d)(\d{1,40}) ?[/⁄] ?(\d{1,40})|\\[dt]?frac ?\{(\d{1,40})\} ?\{(\d{1,40})\})"
-)
-_SHORT_FRACTION = re.compile(r"\\[dt]?frac ?(\d)(\d)")
-_NARROW_BLANK = re.compile("[\u00a0\u2009\u202f]")
-_SCALED = re.compile(
-    r"(?:\\times|\\cdot|[x*]) ?10 ?\^|\dk\b"
-    r"|\b(?:half|thirds?|quarters?|dozen|hundred|thousand|million|billion|trillion)\b"
-)
-"""What is written as a product or a share, and is not worked out here."""
-
-_ONES = _WORD.findall(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
-)
-_TENS = _WORD.findall("twenty thirty forty fifty sixty seventy eighty ninety")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")
+_NUMBER = re.compile(r"\d{1,40}(?:\.\d{1,40})?|\.\d{1,40}")
+_EXPRESSION = re.compile(r"[\d)}] ?(?:[-+*^]|\\times|\\cdot) ?[\d({]")
+_OTHER_FORM = re.compile(r"\d ?/ ?\d|frac|10 ?\^|\d ?%")
+"""Numbers that are not worked out here: fractions, powers of ten, percentages."""
 
 
 def reward_hacks(run: RunSnapshot) -> Iterator[Finding]:
@@ -106,30 +77,30 @@ def _copies(run: RunSnapshot) -> Iterator[Finding]:
     best = max((each for row in rewards_PG for each in row if each is not None), default=0.0)
     has_own_code = any(reward.source for reward in job.rewards)
     least = REWARDED_SHARE * (best if has_own_code else max(best, run.full_mark))
-    answers = _answer_columns(job)
-    is_sure = any(answers & prompt.row.keys() for prompt in batch.prompts)
+    named = _named_columns(job)
+    is_sure = any(_answer_columns(prompt, named) for prompt in batch.prompts)
 
     def is_copy_of(prompt: Prompt) -> Callable[[str], bool]:
-        return CopySource.of(prompt, job, answers).is_copied_by
+        return _copy_check(prompt, job, _answer_columns(prompt, named))
 
     yield from _found("rewarded_copies", batch, rewards_PG, least, is_copy_of, is_sure)
 
 
 def _missing_answers(run: RunSnapshot) -> Iterator[Finding]:
-    """Yields graders of text that reward completions without the number that is the row's
-    answer."""
+    """Yields rewards of grader `math` for expressions without the number that is the row's answer.
+    Other graders run the text, so that an expression is a right answer; or, as a job's own code,
+    may take the column for anything, such as the index of a choice."""
     batch = run.newest
     for reward in run.job.rewards if batch else ():
-        key = PLAIN_NUMBER_GRADERS.get(reward.grader)
-        if batch is None or key is None or reward.weight <= 0:
+        if batch is None or reward.grader != "math" or reward.weight <= 0:
             continue
-        column = str(reward.params.get(key, key))
+        column = str(reward.params.get("answer", "answer"))
 
         def lacks_answer_of(prompt: Prompt, column: str = column) -> Callable[[str], bool] | None:
             wanted = plain_number(prompt.row.get(column))
-            if wanted is None or has_number(_question(prompt)[:PROMPT_CHARS], wanted):
+            if wanted is None or not lacks_number(_question(prompt)[:PROMPT_CHARS], wanted):
                 return None  # of a number that the problem names a formula may be the task
-            return lambda text: not has_number(_ends(text), wanted)
+            return lambda text: is_expression_without(text, wanted)
 
         parts_PG = [[score.parts.get(reward.label) for score in row] for row in batch.scores]
         yield from _found(
@@ -168,8 +139,8 @@ def _found(
             suspects += [(prompt, *each) for each in rewarded if is_suspect(each[0])]
     by_prompt = {id(one[0]): one for one in suspects}
     share = len(suspects) / num_rewarded if suspects else 0.0
-    # spellings of a right answer that are not known here are rarer than 30 %; from 50 % on, most of
-    # the gradient is the trick's
+    # fewer than 30 % may be right answers of a form not known here; from 50 % on, most of the
+    # gradient is the trick's
     if share < 0.3 or len(suspects) < 8 or len(by_prompt) < 2:
         return
     examples = [
@@ -196,97 +167,43 @@ def _shown(text: str) -> str:
 # --- copies --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CopySource:
-    """A prompt that may have been copied. `question` are the tokens of its last message.
-    `answer_size`: how many tokens its right answer has, if it contains that, else 0. `choices` are
-    runs that are right as a whole, as far as is known."""
+def _copy_check(prompt: Prompt, job: Job, answer_columns: set[str]) -> Callable[[str], bool]:
+    """Returns what tells whether a completion's answer is a part of the prompt's last message, and
+    no answer or choice that the row has. Where the message contains the right answer, only most of
+    the message is a copy of it."""
+    question = _tokens(_question(prompt)[:PROMPT_CHARS])
+    asked, least, right = _run(question), MIN_TOKENS, set[str]()
+    problem = {*PROBLEM_COLUMNS, *(job.data.columns.values() if job.data else ())}
+    for column, value in prompt.row.items():
+        is_answer = column in answer_columns
+        if not is_answer and (column in problem or isinstance(value, str | int | float)):
+            continue
+        for tokens in map(_tokens, itertools.islice(_texts(value), MAX_TEXTS)):
+            right.add(_run(_inner(tokens)))
+            if is_answer and _run(tokens) in asked and any(map(str.isalnum, tokens)):
+                least = max(least, len(tokens) + MIN_TOKENS, math.ceil(0.75 * len(question)))
 
-    question: Sequence[str]
-    answer_size: int
-    choices: set[str]
-    are_terms_free: bool
-
-    @classmethod
-    def of(cls, prompt: Prompt, job: Job, answer_columns: frozenset[str]) -> CopySource:
-        question = _tokens(_question(prompt)[:PROMPT_CHARS])
-        own = {*PROBLEM_COLUMNS, *(job.data.columns.values() if job.data else ())}
-        mentioned = _mentioned(job)
-        answer_size, choices = 0, set[str]()
-        for column, value in prompt.row.items():
-            is_answer = column in answer_columns
-            may_choose = column in mentioned or isinstance(value, list | tuple | dict)
-            texts = itertools.islice(_texts(value), MAX_TEXTS if is_answer or may_choose else 0)
-            for tokens in map(_tokens, texts):
-                if is_answer and _run(tokens) in _run(question) and any(map(str.isalnum, tokens)):
-                    answer_size = max(answer_size, len(tokens))
-                if may_choose and (is_answer or column not in own):
-                    choices.add(_run(_inner(tokens)))
-        are_terms_free = any(reward.grader == "python_value" for reward in job.rewards)
-        return cls(question, answer_size, choices, are_terms_free)
-
-    def is_copied_by(self, text: str) -> bool:
-        """Returns whether the answer in `text`, or each side of an equation, is nearly a part of
-        the prompt, or its terms in another order, and no choice."""
+    def is_copy(text: str) -> bool:
         marked = _marked(text)
-        answer = text[:COMPLETION_CHARS] if marked is None else marked
-        parts = [_inner(_tokens(part)) for part in re.split(r"[=\n]", answer)]
-        sides = [part for part in parts if part]
-        return self._is_copy(_inner(_tokens(answer))) or (
-            len(sides) > 1 and not self.answer_size and all(map(self._is_copy, sides))
-        )
+        answer = _inner(_tokens(text[:COMPLETION_CHARS] if marked is None else marked))
+        return len(answer) >= least and _run(answer) in asked and _run(answer) not in right
 
-    def _is_copy(self, tokens: Sequence[str]) -> bool:
-        least, run = MIN_TOKENS, _run(self.question)
-        if self.answer_size:  # then only nearly all of the prompt is a copy
-            least = max(self.answer_size + MIN_TOKENS, math.ceil(0.75 * len(self.question)))
-        new = {*tokens[:200]} - {*self.question}
-        has_new_number = any(token[0].isdigit() for token in new)
-        if len(tokens) < least or has_new_number or _run(tokens) in self.choices:
-            return False
-        is_expression = not self.are_terms_free and not {*"+-*/^"}.isdisjoint(tokens)
-        return _run(tokens) in run or (
-            is_expression and (self._has_beside_words(tokens) or self._has_in_another_order(tokens))
-        )
-
-    def _has_beside_words(self, tokens: Sequence[str]) -> bool:
-        """Returns whether the tokens without the words at their ends are an expression of the
-        prompt: "Sure! 8 + 9". Beside other texts the words matter: to fix a sentence is a task."""
-        inner = [
-            index
-            for index, token in enumerate(tokens)
-            if not (len(token) > 1 and token.isalpha()) and token not in ("i", "a")
-        ]
-        term = tokens[inner[0] : inner[-1] + 1] if inner else ()
-        is_long = len(term) >= max(MIN_TOKENS, 0.6 * len(tokens))
-        return is_long and _run(term) in _run(self.question)
-
-    def _has_in_another_order(self, terms: Sequence[str]) -> bool:
-        """Returns whether as many tokens of the prompt in a row, up to 8, are these."""
-        size, wanted = len(terms), Counter(terms)
-        windows = range(len(self.question) - size + 1 if size <= 8 else 0)
-        return any(Counter(self.question[start : start + size]) == wanted for start in windows)
+    return is_copy
 
 
-def _answer_columns(job: Job) -> frozenset[str]:
-    """Returns the columns that hold the right answer: the columns that the rewards name, or
-    else those with usual names."""
-    params = {
-        value
-        for reward in job.rewards
-        for value in reward.params.values()
-        if isinstance(value, str)
-    }
-    usual = {PLAIN_NUMBER_GRADERS.get(reward.grader, "") for reward in job.rewards}
-    return frozenset(params | ((_mentioned(job) | usual) & ANSWER_COLUMNS)) or ANSWER_COLUMNS
-
-
-def _mentioned(job: Job) -> frozenset[str]:
+def _named_columns(job: Job) -> set[str]:
     """Returns the words in the params and the code of the job's rewards: among them are the columns
-    that they look at."""
+    that they look at. `answer` is the column of grader `math` by default."""
     texts = [text for reward in job.rewards for text in _texts(reward.params)]
     texts += [reward.source or "" for reward in job.rewards]
-    return frozenset(_WORD.findall(" ".join(text[:PROMPT_CHARS] for text in texts)))
+    return {"answer", *_WORD.findall(" ".join(text[:PROMPT_CHARS] for text in texts))}
+
+
+def _answer_columns(prompt: Prompt, named: set[str]) -> set[str]:
+    """Returns the columns that hold the right answer: the ones that the rewards name, or else those
+    with usual names."""
+    columns = set(prompt.row)
+    return (columns & named) - PROBLEM_COLUMNS or columns & ANSWER_COLUMNS
 
 
 def _question(prompt: Prompt) -> str:
@@ -321,8 +238,7 @@ def _marked(text: str) -> str | None:
 def _tokens(text: str) -> list[str]:
     """Returns words, numbers and signs. Case, punctuation and markdown do not count; a sign of
     arithmetic or a brace does, since an expression or JSON made of a prompt is no copy of it."""
-    found = _TOKEN.findall(_MARKUP.sub(" ", text).translate(SIGNS).casefold())
-    return [OPERATORS.get(token, _TRAILING_ZEROS.sub("", token)) for token in found]
+    return _TOKEN.findall(_MARKUP.sub(" ", text).translate(SIGNS).casefold())
 
 
 def _run(tokens: Sequence[str]) -> str:
@@ -340,65 +256,28 @@ def _inner(tokens: Sequence[str]) -> Sequence[str]:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _ends(text: str) -> str:
-    """Returns the text, or both ends of a long one: the answer is at one of them."""
-    if len(text) <= 2 * COMPLETION_CHARS:
-        return text
-    return f"{text[:COMPLETION_CHARS]} {text[-COMPLETION_CHARS:]}"
-
-
 def plain_number(value: Any) -> float | None:
     """Returns the number, without its sign, that a row's answer is, or the marked answer of a whole
     solution; None if it is no plain number: a fraction, an amount with a unit, a text."""
-    if type(value) in (int, float):
-        return abs(float(value)) if abs(value) < 1e15 else None
-    if not isinstance(value, str):
-        return None
-    marked = _marked(value)
-    text = (value if marked is None else marked)[: 2 * SHOWN_CHARS].strip().translate(SIGNS)
-    found = _PLAIN_NUMBER.fullmatch(text)
-    return _value(found[1] or "", found[2] or found[3] or "") if found else None
+    text = str(value) if type(value) in (int, float, str) else ""
+    marked = _marked(text)
+    text = _THOUSANDS.sub("", (text if marked is None else marked)[:SHOWN_CHARS])
+    found = _NUMBER.fullmatch(text.strip().lstrip("-+$ "))
+    return float(found[0]) if found else None
 
 
-def has_number(text: str, wanted: float) -> bool:
-    """Returns whether the text has the number in any usual form: 17, 17.0, $17, 1,200, 34/2, 170%
-    of 10, seventeen. The sign does not count, and what is written as a product (2 thousand) may be
-    any number."""
-    text = text.translate(SIGNS).casefold()
-    text = _SHORT_FRACTION.sub(r" \1/\2", _NARROW_BLANK.sub(" ", text))
-    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
-    forms = [wanted, 100 * wanted] if "%" in text or "percent" in text else [wanted]
-    return bool(_SCALED.search(text)) or any(
-        math.isclose(value, form, rel_tol=1e-5)
-        for value in itertools.chain(_numbers(text), _spoken(text))
-        for form in forms
-    )
+def is_expression_without(text: str, wanted: float) -> bool:
+    """Returns whether the text has an arithmetic expression, and the number nowhere: 8 + 9 for
+    17."""
+    if len(text) > 2 * COMPLETION_CHARS:  # the answer is at one of the ends
+        text = f"{text[:COMPLETION_CHARS]} {text[-COMPLETION_CHARS:]}"
+    text = text.translate(SIGNS)
+    is_expression = _EXPRESSION.search(text) and not _OTHER_FORM.search(text)
+    return bool(is_expression) and lacks_number(text, wanted)
 
 
-def _numbers(text: str) -> Iterator[float]:
-    for digits, decimals, exponent in set(_NUMBER.findall(text)):
-        if digits or decimals:
-            yield _value(digits, decimals, exponent)
-        if " " in digits:
-            yield from map(float, digits.split())
-    for whole, top, bottom, latex_top, latex_bottom in set(_FRACTION.findall(text)):
-        if divisor := float(bottom or latex_bottom):
-            yield float(top or latex_top) / divisor
-            yield float(whole or 0) + float(top or latex_top) / divisor
-
-
-def _value(digits: str, decimals: str, exponent: str = "") -> float:
-    whole = digits if digits.isdecimal() else re.sub(r"\D", "", digits)
-    return float(f"0{whole}{decimals}{exponent}")
-
-
-def _spoken(text: str) -> Iterator[float]:
-    """Yields the numbers below 100 that stand there as words."""
-    words = re.findall(r"[a-z]+", text)
-    for word, after in itertools.zip_longest(words, words[1:]):
-        if word in _ONES:
-            yield _ONES.index(word)
-        elif word in _TENS:
-            tens = 10 * _TENS.index(word) + 20
-            yield tens
-            yield tens + (_ONES.index(after) if after in _ONES[:10] else 0)
+def lacks_number(text: str, wanted: float) -> bool:
+    """Returns whether the number is nowhere in the text: 17, 17.0, 1,200. The sign does not
+    count."""
+    found = _NUMBER.findall(_THOUSANDS.sub("", text))
+    return not any(math.isclose(float(each), wanted, rel_tol=1e-5) for each in found)

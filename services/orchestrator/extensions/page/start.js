@@ -142,6 +142,7 @@ export function lineOf(text, path) {
 /** @param {{tried: any}} props */
 function Tried({ tried }) {
   const { plan } = tried;
+  const time = plan?.placement.time;
   const facts = [
     ["problems", tried.num_train === null ? "a stream" : number(tried.num_train)], ["held out", number(tried.num_held_out)],
     ["columns", tried.columns.join(", ")], ["steps", number(tried.job.steps)],
@@ -150,7 +151,7 @@ function Tried({ tried }) {
     <p class="well"><span aria-hidden="true">✓</span> the job is fine</p>
     ${[...tried.warnings, ...tried.trial].map((/** @type {string} */ one) => html`<p class="hint">${visible(one)}</p>`)}
     <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${visible(String(value))}</dd></div>`)}</dl>
-    ${plan ? html`<details><summary>what it will probably need${plan.total_s ? `: ${duration(plan.total_s)}` : ""}</summary><pre><${Text} text=${JSON.stringify(plan, null, 2)} /></pre></details>`
+    ${plan ? html`<details><summary>what it will probably need${time && plan.steps ? `: ${duration(plan.steps * time.step_s)}` : ""}</summary><pre><${Text} text=${JSON.stringify(plan, null, 2)} /></pre></details>`
       : tried.not_planned && html`<p class="hint">not planned: ${visible(tried.not_planned)}</p>`}
     <h2>The first prompts</h2>
     ${tried.prompts.map((/** @type {any} */ prompt) => html`<div class="prompt-box"><small>problem ${prompt.index}${prompt.num_tokens === null ? "" : `, ${prompt.num_tokens} tokens`}</small><br />
