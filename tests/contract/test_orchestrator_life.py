@@ -53,7 +53,7 @@ async def test_a_service_that_hangs_pauses_the_job_by_its_deadline(
 ) -> None:
     fakes, released = FakeServices(settings), asyncio.Event()
     fakes.fault["train_step"] = lambda _: released.wait()
-    settings = settings.model_copy(update={"train_deadline_s": 0.3})
+    settings = settings.model_copy(update={"operation_deadline_s": 0.3})
     async with (
         fakes.running(settings) as settings,
         orchestrator_client(settings, redis_url) as client,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.host.processes import free_port
+from tests.support.service_command import service_command
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -46,8 +46,10 @@ class RunningService:
 
 
 @contextmanager
-def running_service(port: int | None = None, **settings: str) -> Iterator[RunningService]:
-    """Yields the service once it is ready; kills it afterwards."""
+def running_service(
+    port: int | None = None, constants: Mapping[str, object] | None = None, **settings: str
+) -> Iterator[RunningService]:
+    """Yields the service, with other `constants`, once it is ready; kills it afterwards."""
     port = port or free_port()
     environment = {
         "PATH": os.environ["PATH"],
@@ -56,7 +58,7 @@ def running_service(port: int | None = None, **settings: str) -> Iterator[Runnin
     } | settings
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.reward"], cwd=ROOT, env=environment, stderr=log
+            service_command("services.reward", constants), cwd=ROOT, env=environment, stderr=log
         )
         try:
             service = RunningService(process, f"http://127.0.0.1:{port}")

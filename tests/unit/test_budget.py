@@ -14,19 +14,19 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_350,
-    "shared": 14_900,
-    "services/orchestrator/api": 1_800,
-    "services/orchestrator/data": 2_800,
-    "services/orchestrator/extensions": 11_440,
+    "shared": 14_840,
+    "services/orchestrator/api": 1_790,
+    "services/orchestrator/data": 2_790,
+    "services/orchestrator/extensions": 11_430,
     "services/orchestrator/grpo": 2_990,
-    "services/orchestrator/jobs": 3_000,
-    "services/orchestrator/samplers": 2_810,
-    "services/orchestrator/store": 3_150,
-    "services/reward": 15_130,
+    "services/orchestrator/jobs": 2_990,
+    "services/orchestrator/samplers": 2_790,
+    "services/orchestrator/store": 3_140,
+    "services/reward": 15_110,
     "services/rollout": 5_810,
     "services/trainer": 10_350,
     "bench": 4_010,
-    "deploy": 4_670,
+    "deploy": 4_650,
 }
 """Most lines of Python by room."""
 
