@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 def service_command(module: str, constants: Mapping[str, object] | None = None) -> list[str]:
     """Returns the command of `python -m module`, with these values of constants by their full
-    names, such as "services.reward.app.MAX_PROGRAMS"."""
+    names, such as "services.reward.app.MAX_QUEUED_PROGRAMS"."""
     if not constants:
         return [sys.executable, "-m", module]
     lines = ["import importlib, runpy"]
