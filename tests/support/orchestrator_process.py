@@ -52,7 +52,9 @@ async def orchestrator_process(
         f"HONE_{name.upper()}": str(value)
         for name, value in settings.model_dump(exclude_unset=True).items()
     }
-    process = await start(redis_url, constants=constants, **given, HONE_ORCHESTRATOR_PORT=str(port))
+    process = await start(
+        redis_url, stderr=None, constants=constants, **given, HONE_ORCHESTRATOR_PORT=str(port)
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         async with Client("orchestrator", url) as client:
