@@ -342,13 +342,8 @@ class Supervisor:
     def _of_slot(self, slot: Slot) -> dict[str, str]:
         """Returns the variables of a trainer and its samplers. Each trainer has shared memory of
         its own: it frees the memory of its last job, which another trainer may have by then."""
-        settings, num = self._settings, self._settings.trainers
         variables = machine.variables([slot], self._url, self._services)
-        variables["HONE_SHM_DIR"] = str(self._shm_of(slot))
-        if num > 1 and settings.trainer_threads is None:
-            cores = len(os.sched_getaffinity(0))
-            variables["HONE_TRAINER_THREADS"] = str(max(cores // num // settings.trainer_ranks, 1))
-        return variables
+        return variables | {"HONE_SHM_DIR": str(self._shm_of(slot))}
 
     def _plan(self) -> machine.Plan | None:
         """Returns who gets which GPUs; None if only one of sampler and trainer is started, because

@@ -94,17 +94,15 @@ class Settings(Documented):
     log_format: Literal["json", "console"] = "json"
     """"json": one object per line, for machines; "console": for people."""
 
-    otel_endpoint: str | None = None
-    """Collector that traces of steps are sent to over OTLP/HTTP, for example http://127.0.0.1:4318,
-    for all services alike. Needs the extra `otel`. None: OTEL_EXPORTER_OTLP_ENDPOINT; without that
-    no traces are made and OpenTelemetry is not imported."""
-
     max_body_mib: int = Field(default=1024, gt=0)
     """Largest request body, in MiB. A step's batch is one body, 9 bytes per token."""
 
-    operation_deadline_s: float = Field(default=3600.0, gt=0)
-    """Seconds after which a service gives up the work of a request. At least the longest deadline
-    of a caller."""
+    operation_deadline_s: float = Field(default=3600.0, ge=300)
+    """Seconds that one call of a job to a service may take, but for sampling: training on a batch,
+    grading a group, loading a model, its download included, moving weights, writing a checkpoint.
+    The orchestrator then gives it up, and a service its work on any request. Raise it for models
+    that need longer, on orchestrator and services alike. At least 300: trainer and sampler may take
+    that to find that weights cannot go from GPU to GPU."""
 
     runs_dir: Path = Path("runs")
     """Where jobs leave their results, one folder per job. Orchestrator, trainer and sampler share
@@ -132,13 +130,6 @@ class Settings(Documented):
     listens on this machine only, and no other otherwise, or if an API key asks. A name that is no
     folder is a Hugging Face id."""
 
-    max_file_mib: int = Field(default=512, gt=0)
-    """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""
-
-    max_files: int = Field(default=10_000, ge=1)
-    """Most uploaded files. Beyond it uploads are refused until some are removed. The default is as
-    many as one list shows."""
-
     max_files_gib: float = Field(default=100.0, gt=0)
     """GiB that all uploaded files may take together, so that they leave some of the disk for jobs.
     Beyond it uploads are refused until some are removed. The default is OpenAI's for an
@@ -149,11 +140,6 @@ class Settings(Documented):
     "games" or "games:8100", with commas between several: the orchestrator connects to them. None:
     this machine while the orchestrator listens on this machine only and no API key submits the job,
     and no host otherwise."""
-
-    filter_cpu_s: float = Field(default=120.0, gt=0)
-    """Seconds of CPU time that `data.filter` of a job may take over all rows of a source; in a
-    stream, until it is true of a row. The default is enough for some millions of rows. It is
-    bounded because one process runs the filters and templates of all jobs."""
 
     teacher_url: str | None = None
     """OpenAI-compatible endpoint of the teachers of jobs with `[teacher]`, as in
@@ -217,54 +203,21 @@ class Settings(Documented):
     Each takes up to 1 MiB of Redis, whose memory all share. Jobs that are submitted with HONE_TOKEN
     do not count: who has it can also raise this."""
 
-    keep_jobs: int = Field(default=1000, ge=1)
-    """How many ended jobs are kept in Redis. Others are forgotten, with their events, the oldest of
-    the API key that has most of them first; run folders stay. The default keeps Redis at a few
-    GB."""
-
-    keep_events: int = Field(default=20_000, ge=100)
-    """How many of the newest events of each job are kept, at least. The default is enough for a job
-    of some 15,000 steps."""
-
-    stall_s: float = Field(default=600.0, gt=0)
-    """Seconds without any answer to a running job (no group sampled or graded, no step, no weights,
-    no checkpoint) after which its events say which service is waited for. If nothing is under way
-    then, the job is loaded again. Longer than one call usually takes, shorter than the
-    deadlines."""
-
     patience_s: float = Field(default=90.0, gt=0)
     """Seconds without a break that a service may be unavailable (unreachable, or answering 503)
     before a call to it fails. Long enough for a restart. A running job then waits until the service
-    is back, and loads its model again."""
+    is back, and loads its model again. One sampler of several has a thirtieth of it: another one
+    then samples its groups."""
 
     wait_limit_s: float | None = Field(default=None, gt=0)
     """Seconds that a running job waits for a missing service, its data or the folder of runs before
     it pauses; it keeps its trainer meanwhile. None: it waits as long as it takes, and continues
     automatically."""
 
-    replica_patience_s: float = Field(default=3.0, gt=0)
-    """`patience_s` for one sampler of several; another sampler then samples its groups. Long enough
-    for a lost connection. It need not cover a restart, because the other samplers continue."""
-
-    hedge_s: float = Field(default=300.0, gt=0)
-    """Seconds that a group is under way before another sampler is asked for it too, if one has
-    room: the first answer counts. Well above what a group usually takes: it is sampled twice."""
-
     generate_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for sampling one group, from when a sampler is asked. A completion that is not done
-    then ends with `finish_reason` "timeout"; it is not graded and trains nothing."""
-
-    score_deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds for grading one group, its wait for other groups included."""
-
-    train_deadline_s: float = Field(default=3600.0, gt=0)
-    """Seconds for training on one batch."""
-
-    sync_deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds each for publishing weights, for loading them, and for writing a checkpoint."""
-
-    start_deadline_s: float = Field(default=1800.0, gt=0)
-    """Seconds for loading a job's model into trainer or sampler, its download included."""
+    then ends with `finish_reason` "timeout"; it is not graded and trains nothing. After a sixth of
+    it another sampler with room is asked for the group too. Less than `operation_deadline_s`."""
 
     gpus: str | None = None
     """GPUs of the stack, for plans: a count and a name of `hone plan --gpus`, such as 1xA100-80GB.
@@ -276,10 +229,6 @@ class Settings(Documented):
 
     currency: str = Field(default="USD", pattern=r"^\S{1,8}$")
     """Currency of `price_per_hour`, as it is shown: up to 8 characters."""
-
-    max_missing_rewards: float = Field(default=0.5, ge=0, le=1)
-    """Share of a batch's rewards, from 0 to 1, that may be missing. Beyond it the job pauses rather
-    than learn from the few rewards that are left."""
 
     # the samplers: the engine, its memory, adapters
 
@@ -363,13 +312,6 @@ class Settings(Documented):
     """GPUs of the trainer in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
     "2,3". Empty: `trainer_ranks` GPUs that the sampler does not use, or else the sampler's."""
 
-    trainer_threads: int | None = Field(default=None, ge=1)
-    """CPU threads per rank. None: the cores of the node, shared out."""
-
-    trainer_restarts: int = Field(default=3, ge=0)
-    """How often in ten minutes ranks that died are started again. Beyond it the trainer ends,
-    because a fault that repeats would repeat again."""
-
     trainer_nodes: int = Field(default=1, ge=1)
     """Machines that the trainer runs on. They share `runs_dir`; HTTP is on node 0."""
 
@@ -384,13 +326,6 @@ class Settings(Documented):
     """Network interface that the nodes reach each other by, for example eth0. It must be of a
     private network: nothing on it is encrypted or authenticated. Needed from two nodes on."""
 
-    transfer_deadline_s: float = Field(default=60.0, gt=0)
-    """Seconds that trainer and sampler wait for each other while weights go from GPU to GPU
-    (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest model
-    takes, but not much: sampling waits meanwhile. At most a fifth of `sync_deadline_s`: a sampler
-    takes up to five of them, until it has met the trainer, to receive and to load. That the two
-    cannot meet at all is found out in 15 s, or in one deadline if that is shorter."""
-
     # the reward service: the sandbox, queues, judges
 
     sandbox: Literal["auto", "local", "modal", "unsafe"] = "auto"
@@ -404,18 +339,9 @@ class Settings(Documented):
     """Installed packages that model-written code may import, as "numpy,sympy". Empty: the
     standard library only."""
 
-    sandbox_image: str | None = None
-    """Container image of Modal Sandboxes. None: Debian with Python."""
-
     allow_job_code: bool = True
     """Whether jobs may bring their own reward code, which runs in a sandbox of its own."""
 
-    max_queued_completions: int = Field(default=32_768, ge=1)
-    """Completions that may wait for grading or be graded. Beyond it the answer is 429, and callers
-    ask again later."""
-
-    max_queued_programs: int = Field(default=4096, ge=1)
-    """Programs of `/execute` that may wait or run. Beyond it the answer is 429."""
 
     judge_url: str | None = None
     """OpenAI-compatible endpoint of the language models that judge. None: OpenAI's, if
@@ -433,16 +359,6 @@ class Settings(Documented):
     """GPUs of the trainer on Modal, as Modal writes them, such as "H100:2": a rank for each. The
     default trains models up to 3B with all their weights."""
 
-    modal_trainer_cpu: float | None = Field(default=None, gt=0)
-    """CPU cores that the trainer's container on Modal asks for, the training loop's included. None:
-    4 for each GPU and 2 more. A container with all services has it too, for all of them."""
-
-    modal_trainer_memory_gib: int | None = Field(default=None, ge=1)
-    """GiB of host memory that the trainer's container on Modal asks for. None: as much as its GPUs
-    have, and 8 for each rank, at most 256: enough for a full GPU's master weights and Adam's
-    moments, and three versions of the weights. `hone plan` says what a job needs with
-    `memory.offload_optimizer`."""
-
     modal_trainer_nodes: int = Field(default=1, ge=1, le=32)
     """Machines of the trainer on Modal, from 1 to 32, each with the GPUs of `modal_trainer_gpu`.
     Several must be whole machines, such as "H100:8": Modal calls them a cluster."""
@@ -450,14 +366,6 @@ class Settings(Documented):
     modal_rollout_gpu: str = "A10G"
     """GPUs of each sampler on Modal, as Modal writes them: its model is split over them. The
     default serves models up to 7B."""
-
-    modal_rollout_cpu: float | None = Field(default=None, gt=0)
-    """CPU cores that each sampler on Modal asks for. None: 4, and 1 for each GPU after the
-    first."""
-
-    modal_rollout_memory_gib: int | None = Field(default=None, ge=1)
-    """GiB of the host's memory that each sampler on Modal asks for. None: half as much as its GPUs
-    have, and 8 for each."""
 
     modal_rollouts: int = Field(default=1, ge=1, le=8)
     """Samplers on Modal, from 1 to 8, each a Server with GPUs of its own."""
@@ -553,11 +461,11 @@ class Settings(Documented):
             )
             if secret
         ]
-        found = (*named, *own, *_otel_secrets(self.otel_endpoint))
+        found = (*named, *own, *_otel_secrets())
         return [value for value in found if value and len(value) >= 6]
 
 
-def _otel_secrets(endpoint: str | None) -> list[str]:
+def _otel_secrets() -> list[str]:
     """Returns the collector's secrets that OpenTelemetry's exporter may log: it shows headers that
     it cannot parse."""
     headers = [os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}HEADERS", "") for kind in OTEL_KINDS]
@@ -565,7 +473,7 @@ def _otel_secrets(endpoint: str | None) -> list[str]:
     values = [part.partition(mark)[2].strip() for part in parts for mark in "=:"]
     found = [*parts, *values, *map(unquote, (*parts, *values))]
     urls = [os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT", "") for kind in OTEL_KINDS]
-    for url in (*urls, endpoint or ""):
+    for url in urls:
         user, _, host = url.rpartition("@")
         password = user.partition("://")[2].partition(":")[2] if host else ""
         found += [password, unquote(password)]
@@ -583,6 +491,43 @@ secret."""
 ROW, REWARD_FILE = "HONE_ROW", "HONE_REWARD_FILE"
 """Variables that `hone work` gives a command: its row as JSON, and the file for its reward. They
 are no settings."""
+
+
+_DEADLINE = "HONE_OPERATION_DEADLINE_S is the deadline of each call"
+_FILES = "a file may have 512 MiB, and there may be 10,000"
+_MODAL = "deploy/modal/common.py chooses cores and memory by the GPUs"
+_PRICE = "HONE_PRICE_PER_HOUR is what an hour costs"
+
+REMOVED = {
+    "HONE_FILTER_CPU_S": "data.filter may take 120 s of CPU time",
+    "HONE_HEDGE_S": "another sampler is asked after a sixth of HONE_GENERATE_DEADLINE_S",
+    "HONE_KEEP_EVENTS": "the newest 20,000 events of a job are kept",
+    "HONE_KEEP_JOBS": "the newest 1,000 jobs that ended are kept",
+    "HONE_MAX_FILES": _FILES,
+    "HONE_MAX_FILE_MIB": _FILES,
+    "HONE_MAX_MISSING_REWARDS": "half of a batch's rewards may be missing",
+    "HONE_MAX_QUEUED_COMPLETIONS": "32,768 completions may wait",
+    "HONE_MAX_QUEUED_PROGRAMS": "4,096 programs may wait",
+    "HONE_MODAL_ROLLOUT_CPU": _MODAL,
+    "HONE_MODAL_ROLLOUT_MEMORY_GIB": _MODAL,
+    "HONE_MODAL_TRAINER_CPU": _MODAL,
+    "HONE_MODAL_TRAINER_MEMORY_GIB": _MODAL,
+    "HONE_OTEL_ENDPOINT": "OTEL_EXPORTER_OTLP_ENDPOINT names the collector",
+    "HONE_PRICES": _PRICE,
+    "HONE_PROVIDER": _PRICE,
+    "HONE_REPLICA_PATIENCE_S": "one sampler of several has a thirtieth of HONE_PATIENCE_S",
+    "HONE_REWARD_CACHE_MIB": "verdicts are not kept from one request to the next",
+    "HONE_SANDBOX_IMAGE": "Modal's Debian has the packages of HONE_SANDBOX_PACKAGES",
+    "HONE_SCORE_DEADLINE_S": _DEADLINE,
+    "HONE_STALL_S": "events name who is waited for after 600 s",
+    "HONE_START_DEADLINE_S": _DEADLINE,
+    "HONE_SYNC_DEADLINE_S": _DEADLINE,
+    "HONE_TRAINER_RESTARTS": "ranks that died are started again 3 times in ten minutes",
+    "HONE_TRAINER_THREADS": "OMP_NUM_THREADS is the number of threads of a rank",
+    "HONE_TRAIN_DEADLINE_S": _DEADLINE,
+    "HONE_TRANSFER_DEADLINE_S": "trainer and sampler wait for each other for 60 s",
+}
+"""Variables that were settings, and what holds now, for the error of who still sets them."""
 
 
 def load_settings() -> Settings:
@@ -623,6 +568,8 @@ def _check_names(secrets: dict[str, str]) -> None:
         if name.startswith(PREFIX) and name not in valid:
             near = closest(name.removeprefix(PREFIX), after)
             meant = f"; did you mean {PREFIX + near!r}?" if near else ";"
+            if now := REMOVED.get(name):
+                meant = f"; it was removed: {now};"
             told.append(f"unknown setting {name!r} in the environment{meant}")
     if told:
         raise BadRequest(f"{' '.join(told)} `hone explain settings` lists all")

@@ -49,12 +49,7 @@ def make_api(
 def open_store(settings: Settings) -> Store:
     if settings.redis_url is None:
         raise BadRequest("HONE_REDIS_URL is not set; expected it in the Modal Secret 'hone-redis'")
-    return Store(
-        settings.redis_url.get_secret_value(),
-        keep_jobs=settings.keep_jobs,
-        keep_events=settings.keep_events,
-        max_key_jobs=settings.max_key_jobs,
-    )
+    return Store(settings.redis_url.get_secret_value(), max_key_jobs=settings.max_key_jobs)
 
 
 async def has_work(store: Store) -> bool:

@@ -168,7 +168,6 @@ def _environment() -> dict[str, str]:
         "HONE_RUNS_REFRESH": "python -m deploy.modal.refresh",
         # A Server without a container answers 503 until one has started.
         "HONE_PATIENCE_S": str(START_S),
-        "HONE_REPLICA_PATIENCE_S": "120",
         "HONE_TRAINER_RANKS": str(num_gpus(TRAINER_GPU)),
         "HONE_TENSOR_PARALLEL_SIZE": str(num_gpus(ROLLOUT_GPU)),
     } | {
@@ -207,9 +206,8 @@ def server_options(service: str, **options: Any) -> dict[str, Any]:
 #
 # A sampler's host reads the weights once, of at most half a GPU's memory: the rest is the cache's.
 #
-# Modal bills the request, or the use if that is more. It refuses a container that no machine has
-# room for, but does not document that limit. `hone plan` says what a job needs, and settings ask
-# for it.
+# Modal bills the request, or the use if that is more: a request is no limit. It refuses a container
+# that no machine has room for, but does not document that limit.
 
 GPU_NAMES = {"A100": "A100-40GB", "H100!": "H100", "B200+": "B200"}
 """GPUs that Modal calls otherwise than the table."""
@@ -221,7 +219,7 @@ PROCESS_GIB = 8
 """GiB of a process with torch and CUDA: a rank, or a sampler's worker."""
 
 MAX_GIB = 256
-"""The most GiB asked for without a setting: a container that needs more has a whole machine."""
+"""The most GiB asked for: a container that needs more has a whole machine."""
 
 RANK_CORES, SAMPLER_CORES, WORKER_CORES = 4.0, 4.0, 1.0
 """Cores for a rank, whose optimizer may run on the CPU; for vLLM's server and its first worker; for
@@ -239,29 +237,21 @@ def trainer_resources(gpus: str) -> dict[str, Any]:
     `cpu` in cores, `memory` in MiB. `gpus` are as Modal writes them."""
     num = num_gpus(gpus)
     gib = num * (_gib(gpus) + PROCESS_GIB) + LOOP_GIB
-    return _asked(
-        SETTINGS.modal_trainer_cpu or num * RANK_CORES + LOOP_CORES,
-        SETTINGS.modal_trainer_memory_gib or min(gib, MAX_GIB),
-    )
+    return _asked(num * RANK_CORES + LOOP_CORES, min(gib, MAX_GIB))
 
 
 def sampler_resources(gpus: str) -> dict[str, Any]:
     """Returns the resources of a sampler's container."""
     num = num_gpus(gpus)
     gib = num * (_gib(gpus) / 2 + PROCESS_GIB)
-    return _asked(
-        SETTINGS.modal_rollout_cpu or SAMPLER_CORES + (num - 1) * WORKER_CORES,
-        SETTINGS.modal_rollout_memory_gib or min(gib, MAX_GIB),
-    )
+    return _asked(SAMPLER_CORES + (num - 1) * WORKER_CORES, min(gib, MAX_GIB))
 
 
 def all_resources(gpus: str) -> dict[str, Any]:
-    """Returns the resources of a container with all services. The trainer's settings count for the
-    whole container."""
+    """Returns the resources of a container with all services."""
     alone = trainer_resources(gpus)
-    cores = SETTINGS.modal_trainer_cpu or alone["cpu"] + SAMPLER_CORES + GRADING_CORES
-    gib = SETTINGS.modal_trainer_memory_gib or alone["memory"] / 1024 + PROCESS_GIB + GRADING_GIB
-    return _asked(cores, gib)
+    cores = alone["cpu"] + SAMPLER_CORES + GRADING_CORES
+    return _asked(cores, alone["memory"] / 1024 + PROCESS_GIB + GRADING_GIB)
 
 
 def _gib(gpus: str) -> float:

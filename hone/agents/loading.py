@@ -105,7 +105,7 @@ END_S = 2.0
 MAX_VARIABLE = 100_000
 """Bytes of a row that fit into one variable of an environment, which Linux bounds."""
 
-COLLECTOR = ("HONE_OTEL_ENDPOINT", "OTEL_EXPORTER_OTLP_")
+COLLECTOR = "OTEL_EXPORTER_OTLP_"
 """How the variables begin that name the collector of Hone's traces: its headers are secrets, and
 its URL may have a password."""
 

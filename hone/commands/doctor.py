@@ -62,6 +62,9 @@ MIN_FREE_GIB = 2.0
 ANSWER_S = 20.0
 """Seconds for the orchestrator to ask its services."""
 
+READ_BACK_S = 600.0
+"""Seconds for a sampler to read all tensors of its engine back."""
+
 JOB_FILE = "job.json"
 """The file by which a folder is a run folder."""
 
@@ -394,7 +397,7 @@ async def _held(settings: Settings, sampler: str, url: str) -> Check:
                 "/weights/check",
                 NoBody(),
                 CheckedWeights,
-                deadline_s=settings.sync_deadline_s,
+                deadline_s=READ_BACK_S,
             )
     except HoneError as error:
         return Check(name, "fault", error.detail)

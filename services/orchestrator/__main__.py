@@ -21,12 +21,8 @@ def main(settings: Settings) -> None:
             "starts one itself)"
         )
     try:
-        store = Store(
-            settings.redis_url.get_secret_value(),
-            keep_jobs=settings.keep_jobs,
-            keep_events=settings.keep_events,
-            max_key_jobs=settings.max_key_jobs,
-        )
+        url = settings.redis_url.get_secret_value()
+        store = Store(url, max_key_jobs=settings.max_key_jobs)
     except ValueError as error:  # the URL is not shown: it may hold a password
         raise BadRequest(
             f"HONE_REDIS_URL is not the URL of a Redis: {error}; expected for example "

@@ -54,6 +54,9 @@ from shared.wire import (
     ValidateRequest,
 )
 
+MAX_QUEUED_PROGRAMS = 4096
+"""Programs of `/execute` that may wait or run. Beyond it the answer is 429."""
+
 
 def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Service:
     """Returns the service, not yet started. `sandbox` takes the place of the sandbox that the
@@ -99,11 +102,7 @@ def sandbox_of(settings: Settings) -> Sandbox:
         # Imports the Modal client, which only this sandbox needs.
         from services.reward.sandbox.on_modal import ModalSandbox
 
-        return ModalSandbox(
-            num_slots=settings.sandbox_slots,
-            packages=settings.sandbox_packages,
-            image=settings.sandbox_image,
-        )
+        return ModalSandbox(num_slots=settings.sandbox_slots, packages=settings.sandbox_packages)
     return LocalSandbox(
         isolated=settings.sandbox != "unsafe",
         num_slots=settings.sandbox_slots,
@@ -113,9 +112,7 @@ def sandbox_of(settings: Settings) -> Sandbox:
 
 def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
     counts = _Counts(service)
-    programs = QueueLimit(
-        "programs", service.settings.max_queued_programs, "HONE_MAX_QUEUED_PROGRAMS"
-    )
+    programs = QueueLimit("programs", MAX_QUEUED_PROGRAMS)
 
     async def score(request: ScoreRequest) -> ScoreResult:
         """Grades every item by every reward."""

@@ -171,7 +171,7 @@ def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
     try:
         settings = load_settings()
         logs.configure(name, settings)
-        tracing.configure(name, settings)
+        tracing.configure(name)
         sys.exit(main(settings))
     except HoneError as error:
         sys.stderr.write(f"{error.detail}\n")

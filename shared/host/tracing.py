@@ -1,9 +1,9 @@
 """Optional OpenTelemetry traces: one for each step of a job, with the work of the services below
 it.
 
-Without a collector (`HONE_OTEL_ENDPOINT`, or OpenTelemetry's own variable) OpenTelemetry is not
-imported. Spans are made only inside a trace that was begun here, or by the caller of a service,
-whose requests carry its context (W3C `traceparent`).
+Without a collector (OTEL_EXPORTER_OTLP_ENDPOINT) OpenTelemetry is not imported. Spans are made only
+inside a trace that was begun here, or by the caller of a service, whose requests carry its context
+(W3C `traceparent`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-    from shared.settings import Settings
-
 COLLECTORS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """OpenTelemetry's own variables, which its exporter reads."""
 
@@ -32,12 +30,11 @@ Value = str | int | float | bool
 _provider: TracerProvider | None = None
 
 
-def configure(service: str, settings: Settings) -> None:
+def configure(service: str) -> None:
     """Begins to send this process's traces, if a collector is named. Raises BadRequest if
     OpenTelemetry is not installed."""
     global _provider
-    endpoint = settings.otel_endpoint
-    if endpoint is None and not any(map(os.environ.get, COLLECTORS)):
+    if not any(map(os.environ.get, COLLECTORS)):
         return
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -47,11 +44,10 @@ def configure(service: str, settings: Settings) -> None:
     except ImportError as error:
         raise BadRequest(
             f"a collector of traces is named, and OpenTelemetry cannot be imported ({error}); "
-            f"{how_to_install('otel')}; or unset HONE_OTEL_ENDPOINT"
+            f"{how_to_install('otel')}; or unset OTEL_EXPORTER_OTLP_ENDPOINT"
         ) from error
-    url = f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
     _provider = TracerProvider(resource=Resource.create({"service.name": f"hone-{service}"}))
-    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=EXPORT_S)))
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_S)))
 
 
 def close() -> None:

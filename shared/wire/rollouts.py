@@ -10,7 +10,6 @@ from pydantic import ConfigDict, Field, RootModel
 from shared.documented import Plain
 from shared.job import SyncMethod
 from shared.job.sampling import MAX_TEMPERATURE
-from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
@@ -142,11 +141,6 @@ class SentWeights(Published):
     version as files, for as long as it is at that step."""
 
     deadline_s: float = Field(gt=0)
-
-    @property
-    def bound_s(self) -> float:
-        """Most seconds of the whole transfer."""
-        return (MEETING_DEADLINES + LOADING_DEADLINES) * self.deadline_s
 
 
 class BroadcastWeights(SentWeights):

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from services.orchestrator.api import files
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.store.records import Submission
@@ -36,7 +37,8 @@ def training_on(file_id: str, job: Job) -> Job:
 async def test_uploads_of_one_key_at_once_take_the_room_of_one(
     settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = settings.model_copy(update={"max_files": 1, "max_files_gib": 8 * 1024 / 2**30})
+    monkeypatch.setattr(files, "MAX_FILES", 1)
+    full = settings.model_copy(update={"max_files_gib": 8 * 1024 / 2**30})
     transport = httpx.ASGITransport(app=create_service(full, Store(redis_url)).app)
     seen, copy = list[list[str]](), shutil.copyfileobj
 

@@ -33,8 +33,9 @@ FULL = (
 )
 
 
-async def opened(redis_url: str) -> AsyncGenerator[Store]:
-    store = Store(redis_url, keep_jobs=4, max_key_jobs=2)
+async def opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Store]:
+    monkeypatch.setattr(store_module, "KEEP_JOBS", 4)
+    store = Store(redis_url, max_key_jobs=2)
     await store.open()
     yield store
     await store.close()

@@ -56,7 +56,7 @@ class Joining:
         self.said: list[str] = []
         self.urls: list[str] = []
         self._start, self.second.start = self.second.start, self._start_slow
-        settings = Settings(rollout_url="registered", patience_s=10.0)
+        settings = Settings(rollout_url="registered")
         self.pool = Pool(settings, self._tell, self._registered)
 
     async def _start_slow(self, spec: EngineSpec, folder: Path) -> FakeEngine:

@@ -110,7 +110,9 @@ async def test_the_memory_stays_flat_and_lists_fast_over_ten_thousand_jobs(
     async with (
         fakes.running(settings) as settings,
         orchestrator_process(
-            settings.model_copy(update={"keep_jobs": NUM_JOBS, "log_level": "error"}), redis_url
+            settings.model_copy(update={"log_level": "error"}),
+            redis_url,
+            {"services.orchestrator.store.store.KEEP_JOBS": NUM_JOBS},
         ) as running,
     ):
         client = running.client

@@ -14,6 +14,7 @@ import redis.asyncio as redis
 
 from services.orchestrator.jobs import worker
 from services.orchestrator.store import connection
+from services.orchestrator.store import store as store_module
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.records import find_runs
 from services.orchestrator.store.store import Store
@@ -328,15 +329,16 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
 
 
 async def test_ended_jobs_that_were_dropped_are_not_brought_back(
-    settings: Settings, redis_url: str, job: Job
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(store_module, "KEEP_JOBS", 2)
     settings.runs_dir.mkdir()
     for number, end in enumerate(("failed", "succeeded", "cancelled")):
         folder = RunFolder(settings.runs_dir / f"demo-{number}")
         folder.create(job)
         at = {"created_at": 10.0 + number, "finished_at": 20.0 + number}
         folder.write_note(Note.model_validate({**at, "status": end}))
-    store = Store(redis_url, keep_jobs=2)
+    store = Store(redis_url)
     await store.open()
     for _ in range(2):
         found = await store.recover(find_runs(settings.runs_dir), settings.runs_dir)
@@ -346,7 +348,7 @@ async def test_ended_jobs_that_were_dropped_are_not_brought_back(
             ("demo-1", "succeeded"),
             ("demo-2", "cancelled"),
         ]
-        assert found[0].problem and "HONE_KEEP_JOBS" in found[0].problem
+        assert found[0].problem and "Redis keeps no others" in found[0].problem
     assert [record.created_at for record in (await store.list(None, 10)).jobs] == [12.0, 11.0]
     await store.close()
 

@@ -355,20 +355,6 @@ async def test_files_of_another_digest_than_what_was_sent_are_not_loaded() -> No
         await files()
 
 
-async def test_a_transfer_that_may_take_longer_than_it_is_waited_for_goes_by_http(
-    stack: Stack, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(WHERE, "nccl", {**WHERE["nccl"], "deadline_s": 300.0})
-    job_id = await finished(stack, job.model_copy(update={"weight_sync": "nccl"}))
-    assert {ref.method for ref in stack.fakes.reloads} == {"http"}
-    assert await warnings(stack, job_id) == [
-        "weight sync: HONE_TRANSFER_DEADLINE_S of the trainer is 300 s, so a sampler may take "
-        "1500 s to receive a version, and the orchestrator waits 600 s for it "
-        "(HONE_SYNC_DEADLINE_S); lower the one, or raise the other; the weights are pushed again "
-        'by "http", and later versions do not go by "nccl"'
-    ]
-
-
 LORA = {"lora": LoraSpec(rank=12)}
 
 

@@ -32,9 +32,11 @@ pytestmark = pytest.mark.slow
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 
-async def test_a_stall_is_an_event_that_names_who_waits_for_whom(stack: Stack) -> None:
+async def test_a_stall_is_an_event_that_names_who_waits_for_whom(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stall_s = 2.0  # longer than a busy machine needs for any other answer
-    stack.settings.__dict__["stall_s"] = stall_s
+    monkeypatch.setattr(run, "STALL_S", stall_s)
 
     async def messages(job_id: str) -> list[str]:
         return [event.message for event in await stack.events(job_id)]
@@ -64,7 +66,7 @@ def is_stall(message: str) -> bool:
 async def test_a_loop_that_waits_for_nothing_is_begun_again(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack.settings.__dict__["stall_s"] = 1.0
+    monkeypatch.setattr(run, "STALL_S", 1.0)
     stuck: list[object] = []
     append_sync = run.RunFolder.append_sync
 

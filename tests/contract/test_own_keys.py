@@ -448,9 +448,11 @@ async def test_no_tenant_has_all_streams_of_events(
     await stop(*streams["alice"], *streams["bob"])
 
 
-async def test_a_key_leaves_others_room_for_uploads(store: Store, settings: Settings) -> None:
+async def test_a_key_leaves_others_room_for_uploads(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of twelve files one key has six, another half of what is left, and HONE_TOKEN the rest."""
-    few = settings.model_copy(update={"max_files": 12})
+    monkeypatch.setattr(files, "MAX_FILES", 12)
     upload = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
 
     async def num_taken(header: dict[str, str]) -> int:
@@ -463,7 +465,7 @@ async def test_a_key_leaves_others_room_for_uploads(store: Store, settings: Sett
         return 20
 
     refused: list[str] = []
-    async with in_process(create_service(few, store, works=False).app) as http:
+    async with in_process(create_service(settings, store, works=False).app) as http:
         assert await num_taken(bearer(settings, "alice")) == 6
         bob = bearer(settings, "bob")
         assert await num_taken(bob) == 3
@@ -471,8 +473,8 @@ async def test_a_key_leaves_others_room_for_uploads(store: Store, settings: Sett
         assert await num_taken(bob) == 0
     assert refused[0] == (
         "a file of 3 bytes beside 6 of 18 bytes that API key 'alice' uploaded; expected at most as "
-        "many as are left for all: 6 files and 107374182382 bytes (settings HONE_MAX_FILES and "
-        "HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}, or raise it"
+        "many as are left for all: 6 files and 107374182382 bytes (setting "
+        "HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}"
     )
     assert refused[2].startswith("there are 12 uploaded files; expected at most 12")
 
@@ -482,7 +484,7 @@ async def test_uploads_under_way_take_no_more_than_their_share(
 ) -> None:
     """With room for two that have not come yet, one key has one."""
     monkeypatch.setattr(files, "MAX_UPLOADING_BYTES", 2 * files.LEAST_BYTES)
-    app = create_service(settings.model_copy(update={"max_file_mib": 1}), store, works=False).app
+    app = create_service(settings, store, works=False).app
     token = bearer(settings, "alice")["authorization"].encode()
     form = b"multipart/form-data; boundary=x"
 

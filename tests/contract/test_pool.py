@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.samplers import pool as pool_module
 from services.orchestrator.samplers.sampler import FIRST_RETRY_S, Sampler
 from shared.errors import BadRequest, Failed, StateLost
 from shared.http.service import request_key
@@ -302,8 +303,10 @@ async def test_a_folder_is_left_once_a_sampler_came_later_that_does_not_see_it(p
     assert second.serving.version == 4
 
 
-async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(pool: Pool) -> None:
-    pool.stack.settings.__dict__["hedge_s"] = 0.2
+async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "HEDGE_AT", 1e-4)
     _, second = pool.samplers
 
     async def hang(_: Any) -> None:
@@ -412,11 +415,13 @@ async def test_one_url_that_two_samplers_answer_at_is_refused_with_what_to_do(po
 
 
 @pytest.mark.parametrize("count", [3])
-async def test_a_load_balancer_among_the_samplers_costs_no_group(pool: Pool) -> None:
+async def test_a_load_balancer_among_the_samplers_costs_no_group(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "REPLICA_SHARE", 1.0)
     first, second, third = pool.samplers
     async with round_robin(first.url, second.url) as url:
         pool.stack.settings.__dict__["rollout_url"] = f"{url},{third.url}"
-        pool.stack.settings.__dict__["replica_patience_s"] = 10.0
         record = await finished(pool)
     pool.check_groups(record)
     assert record.recoveries == 0

@@ -18,6 +18,7 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.store import connection, identity, keys, leases
+from services.orchestrator.store import store as store_module
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.leases import MAX_TRIES, Lease, LeaseLost, resource
 from services.orchestrator.store.lists import JobFilter
@@ -392,7 +393,8 @@ async def test_what_a_job_of_a_killed_worker_waited_for_is_not_shown_on(
 async def test_a_job_that_ends_after_the_clock_went_back_is_the_newest_ended(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, now = Store(redis_url, keep_jobs=2), time.time()
+    monkeypatch.setattr(store_module, "KEEP_JOBS", 2)
+    store, now = Store(redis_url), time.time()
     ids: list[str] = []
     for at in (now, now + 1, now - 3600):
         monkeypatch.setattr(time, "time", lambda at=at: at)
@@ -1025,8 +1027,11 @@ async def test_an_ended_job_is_deleted_with_all_its_keys(
     assert by_another.id == again.id, "each orchestrator of this Redis knows the key"
 
 
-async def test_of_the_ended_jobs_the_newest_are_kept(redis_url: str, store: Store) -> None:
-    limited = Store(redis_url, keep_jobs=2)
+async def test_of_the_ended_jobs_the_newest_are_kept(
+    redis_url: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "KEEP_JOBS", 2)
+    limited = Store(redis_url)
     queued = await submit(limited)
     ids = [await submit(limited) for _ in range(4)]
     for job_id in (ids[1], ids[0], ids[3], ids[2]):
@@ -1035,8 +1040,11 @@ async def test_of_the_ended_jobs_the_newest_are_kept(redis_url: str, store: Stor
     await limited.close()
 
 
-async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
-    limited = Store(redis_url, keep_events=100)
+async def test_of_the_events_the_newest_are_kept(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "KEEP_EVENTS", 100)
+    limited = Store(redis_url)
     await limited.open()
     job_id = await submit(limited)
     lease = await take(limited)

@@ -32,10 +32,10 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def collector(settings: Settings) -> Iterator[Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     with collecting() as collector:
-        given = settings.model_copy(update={"otel_endpoint": collector.url})
-        tracing.configure("orchestrator", given)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        tracing.configure("orchestrator")
         yield collector
         tracing.close()
 
@@ -166,22 +166,10 @@ def test_what_is_detached_is_below_no_trace(collector: Collector) -> None:
 
 
 def test_without_the_library_a_collector_is_refused_with_the_remedy(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    given = settings.model_copy(update={"otel_endpoint": "http://127.0.0.1:4318"})
-    with pytest.raises(
-        BadRequest, match=r"pip install 'hone-rl\[otel\]'` .*; or unset HONE_OTEL_ENDPOINT"
-    ):
-        tracing.configure("reward", given)
-
-
-def test_opentelemetrys_own_variable_names_a_collector_too(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with collecting() as collector:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        tracing.configure("trainer", settings)
-        tracing.begin("step", step=1).end()
-        tracing.close()
-        assert [(span.service, span.name) for span in collector.spans] == [("hone-trainer", "step")]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    said = r"pip install 'hone-rl\[otel\]'` .*; or unset OTEL_EXPORTER_OTLP_ENDPOINT"
+    with pytest.raises(BadRequest, match=said):
+        tracing.configure("reward")

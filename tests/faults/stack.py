@@ -113,7 +113,6 @@ class Stack:
             "HONE_REDIS_URL": self._redis_url,
             "HONE_LEASE_S": str(LEASE_S),
             "HONE_TRAINER_RANKS": "2",
-            "HONE_TRAINER_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }
         return clean | urls | own | self._settings

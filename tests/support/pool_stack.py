@@ -65,14 +65,13 @@ async def pool_stack(
     steps, and looks at its samplers often."""
     monkeypatch.setattr(recovery, "PAUSES_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr(pool_module, "LOOK_AT_AWAY_S", 0.02)
+    monkeypatch.setattr(pool_module, "REPLICA_SHARE", 0.02)
     monkeypatch.setattr(discovery, "DISCOVER_S", 0.05)
     quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
     fakes = FakeServices(settings)
     urls = rollout_url or ",".join(sampler.url for sampler in all_)
     async with fakes.running(settings) as running:
-        settings = running.model_copy(
-            update={"rollout_url": urls, "replica_patience_s": 0.2, "patience_s": 10.0}
-        )
+        settings = running.model_copy(update={"rollout_url": urls, "patience_s": 10.0})
         async with (
             orchestrator(settings, redis_url) as (store, transport),
             Client("orchestrator", "http://localhost", transport=transport) as client,

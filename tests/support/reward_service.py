@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.host.processes import free_port
+from tests.support.service_command import service_command
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -48,13 +48,14 @@ class RunningService:
 @contextmanager
 def running_service(
     port: int | None = None,
+    constants: Mapping[str, object] | None = None,
     *,
     prefix: tuple[str, ...] = (),
     until: str = "/readyz",
     **settings: str,
 ) -> Iterator[RunningService]:
-    """Yields the service once the path `until` answers with success; kills it afterwards. `prefix`
-    is a command that starts it."""
+    """Yields the service, with other `constants`, once the path `until` answers with success; kills
+    it afterwards. `prefix` is a command that starts it."""
     port = port or free_port()
     environment = {
         "PATH": os.environ["PATH"],
@@ -62,7 +63,7 @@ def running_service(
         "HONE_LOG_LEVEL": "warning",
     } | settings
     with tempfile.TemporaryFile() as log:
-        command = [*prefix, sys.executable, "-m", "services.reward"]
+        command = [*prefix, *service_command("services.reward", constants)]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
         try:
             service = RunningService(process, f"http://127.0.0.1:{port}")

@@ -32,6 +32,7 @@ from shared.wire import (
     TrainStepRequest,
     WeightsRef,
 )
+from tests.support.service_command import service_command
 from tests.support.trainer_reference import TEMPERATURE
 
 ROOT = Path(__file__).parents[2]
@@ -127,11 +128,11 @@ def running(
     folder.mkdir(parents=True)
     port = free_port()
     shm = Path("/dev/shm") / f"hone-test-{os.getpid()}-{port}"
+    constants = {"services.trainer.processes.launcher.MAX_RESTARTS": restarts}
     own = {
         "HONE_TRAINER_PORT": str(port),
         "HONE_TRAINER_RANKS": str(ranks),
-        "HONE_TRAINER_THREADS": "1",
-        "HONE_TRAINER_RESTARTS": str(restarts),
+        "OMP_NUM_THREADS": "1",
         "HONE_RUNS_DIR": str(folder / "runs"),
         "HONE_SHM_DIR": str(shm),
         "TMPDIR": str(folder),
@@ -139,7 +140,7 @@ def running(
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
     log = folder / "log"
     with log.open("wb") as output:
-        command = [*prefix, sys.executable, "-m", module]
+        command = [*prefix, *service_command(module, constants)]
         process = subprocess.Popen(
             command, cwd=ROOT, env=clean | own | settings, stdout=output, stderr=output
         )

@@ -25,6 +25,7 @@ from services.orchestrator.samplers import syncing
 from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies, Fetcher
+from services.trainer.disk import weights as published
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, StateLost, Unavailable
 from shared.job import SyncMethod
@@ -144,20 +145,21 @@ async def a_pair(
     *,
     model: Path | None = None,
     dtype: str = "float32",
+    transfer_s: float = 5.0,
     **more: Any,
 ) -> AsyncIterator[Pair]:
     """Yields a trainer with its weights on `device`, and a sampler with further settings. Both have
-    `model`, or a tiny one."""
+    `model`, or a tiny one, and wait for each other for `transfer_s`."""
     from transformers import AutoModelForCausalLM
 
     from services.trainer.zero.models import model_tensors
 
     # vLLM on a CPU needs heads of 32
     model = model or make_tiny_model(folder / "model", num_heads=2)
-    more = {"transfer_deadline_s": 5.0} | more
     settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs", **more)
     environment = dict(os.environ)
-    with CutServer().running() as server:
+    with CutServer().running() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published, "TRANSFER_S", transfer_s)
         copies = Copies(folder / "copies", Fetcher(server.url))
         roots = (settings.shm_dir, settings.runs_dir)
         sampler = Sampler(VllmStarter(settings), roots, copies)

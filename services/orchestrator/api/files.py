@@ -36,6 +36,12 @@ MAX_PARTS = 8
 
 MAX_FILENAME_CHARS = 255
 
+MAX_FILE_BYTES = 512 << 20
+"""Largest file: OpenAI's limit. HONE_MAX_BODY_MIB bounds it too."""
+
+MAX_FILES = 10_000
+"""Most files: as many as one list shows."""
+
 Order = Literal["asc", "desc"]
 T = TypeVar("T")
 
@@ -43,8 +49,8 @@ FORM_ROOM_BYTES = 1 << 16
 """Bytes of a form beside its file."""
 
 MAX_UPLOADING_BYTES = 1 << 33
-"""Most bytes of all uploads in progress, or four of the largest files if that is more. Their bytes
-are in memory or, beyond 1 MiB, in temporary files, which no quota counts."""
+"""Most bytes of all uploads in progress: 16 of the largest files. They are in memory or, beyond 1
+MiB, in temporary files, which no quota counts."""
 
 LEAST_BYTES = 1 << 23
 """What an upload in progress counts at least, so that one API key has 512 of them at most."""
@@ -73,27 +79,27 @@ UPLOAD_BODY: dict[str, Any] = {
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
-    uploads = Uploads(settings.runs_dir, Quota(settings.max_files, settings.max_files_gib))
-    _add_upload(service, settings, uploads, store)
+    uploads = Uploads(settings.runs_dir, Quota(MAX_FILES, settings.max_files_gib))
+    _add_upload(service, uploads, store)
     _add_reading(service, uploads, store)
     _add_removal(service, uploads, store)
 
 
-def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: Store) -> None:
-    under_way, most = Shares(), max(MAX_UPLOADING_BYTES, 4 * settings.max_file_mib << 20)
+def _add_upload(service: Service, uploads: Uploads, store: Store) -> None:
+    under_way = Shares()
 
     @service.app.post("/v1/files", openapi_extra=UPLOAD_BODY)
     async def upload_file(request: Request) -> UploadedFile:
         """Stores a file, which jobs can name by its id. It is on disk when this answers. With an
         Idempotency-Key it is stored once."""
-        size = max(_check_request(request, settings), LEAST_BYTES)
+        size = max(_check_request(request), LEAST_BYTES)
         async with contextlib.AsyncExitStack() as held:
-            held.enter_context(under_way.hold(size, most, _too_much_under_way))
+            held.enter_context(under_way.hold(size, MAX_UPLOADING_BYTES, _too_much_under_way))
             reading = request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS)
             form = await held.enter_async_context(reading)
             file, purpose = _fields(form)
-            if file.size is not None and file.size > settings.max_file_mib << 20:
-                raise _too_large(file.size, settings)
+            if file.size is not None and file.size > MAX_FILE_BYTES:
+                raise _too_large(file.size)
             key = request.headers.get("idempotency-key")
             name = _filename(file)
             id = await _id_of(key, uploads)
@@ -235,7 +241,7 @@ def _too_much_under_way(held: int, left: int) -> Busy:
     )
 
 
-def _check_request(request: Request, settings: Settings) -> int:
+def _check_request(request: Request) -> int:
     """Returns the most bytes that the form has. Raises BadRequest for a body that is not a form,
     and TooLarge for too large a form."""
     given = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -243,20 +249,17 @@ def _check_request(request: Request, settings: Settings) -> int:
         raise BadRequest(
             f"Content-Type is {given!r}; expected {FORM} with the fields 'file' and 'purpose'"
         )
-    most = (settings.max_file_mib << 20) + FORM_ROOM_BYTES
+    most = MAX_FILE_BYTES + FORM_ROOM_BYTES
     length = request.headers.get("content-length", "")
     if not length.isdigit():
         return most
     if int(length) > most:
-        raise _too_large(int(length), settings)
+        raise _too_large(int(length))
     return int(length)
 
 
-def _too_large(size: int, settings: Settings) -> TooLarge:
-    return TooLarge(
-        f"a file of {size} bytes; expected at most {settings.max_file_mib << 20} (setting "
-        "HONE_MAX_FILE_MIB)"
-    )
+def _too_large(size: int) -> TooLarge:
+    return TooLarge(f"a file of {size} bytes; expected at most {MAX_FILE_BYTES}")
 
 
 def _fields(form: FormData) -> tuple[UploadFile, Purpose]:

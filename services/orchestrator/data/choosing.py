@@ -269,8 +269,8 @@ def _too_slow(where: str, spec: DataSpec, budget: _Budget) -> BadRequest:
     what = "and was true of none" if budget.per_problem else "and there may be more of them"
     return BadRequest(
         f"data.filter {spec.filter!r} took {budget.cpu_s:.3g} s of processor time for "
-        f"{budget.num_rows} rows of {where}, {what}; expected at most {budget.max_cpu_s:g} s "
-        "(setting HONE_FILTER_CPU_S): filter the data beforehand, or raise it"
+        f"{budget.num_rows} rows of {where}, {what}; expected at most {budget.max_cpu_s:g} s: "
+        "filter the data beforehand"
     )
 
 

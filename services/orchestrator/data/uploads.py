@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 BLOCK_BYTES = 1 << 20
 
-REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
+REMOVE_SOME = "remove some by DELETE /v1/files/{id}"
 
 OWNER = "by."
 """Prefix of the name of an empty file. The rest is the API key that uploaded the file beside it."""
@@ -64,14 +64,14 @@ class Quota:
         """Raises TooLarge if one more file of `new_bytes` would exceed the limits."""
         if num_files >= self.max_files:
             raise TooLarge(
-                f"there are {num_files} uploaded files; expected at most {self.max_files} (setting "
-                f"HONE_MAX_FILES): {REMOVE_SOME}"
+                f"there are {num_files} uploaded files; expected at most {self.max_files}: "
+                f"{REMOVE_SOME}"
             )
         if size_bytes + new_bytes > self.max_gib * GIB:
             raise TooLarge(
                 f"a file of {new_bytes} bytes beside {num_files} uploaded ones of {size_bytes} "
                 f"bytes, those under way included; expected at most {int(self.max_gib * GIB)} "
-                f"bytes in all (setting HONE_MAX_FILES_GIB): {REMOVE_SOME}"
+                f"bytes in all (setting HONE_MAX_FILES_GIB): {REMOVE_SOME}, or raise it"
             )
 
     def check_share(self, by: str, num_files: int, size_bytes: int, new_bytes: int) -> None:
@@ -81,8 +81,8 @@ class Quota:
             raise TooLarge(
                 f"a file of {new_bytes} bytes beside {num_files} of {size_bytes} bytes that API "
                 f"key {by!r} uploaded; expected at most as many as are left for all: "
-                f"{self.max_files} files and {int(self.max_gib * GIB)} bytes (settings "
-                f"HONE_MAX_FILES and HONE_MAX_FILES_GIB): {REMOVE_SOME}"
+                f"{self.max_files} files and {int(self.max_gib * GIB)} bytes (setting "
+                f"HONE_MAX_FILES_GIB): {REMOVE_SOME}"
             )
 
 

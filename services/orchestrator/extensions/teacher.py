@@ -53,6 +53,9 @@ MAX_ASKED = 32
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
 CHECK_S = 60.0
 
+ANSWER_S = 600.0
+"""Seconds for the log-probs of a row. A busy endpoint computes those of many other rows first."""
+
 LEAST = -9000.0
 """Log-probs below stand for a probability of 0: JSON has no infinity, and vLLM writes -9999."""
 
@@ -95,13 +98,12 @@ class Teacher:
             settings.teacher_api_key.get_secret_value() if settings.teacher_api_key else None
         )
         self._wait_s = wait_s if wait_s is not None else settings.wait_limit_s or math.inf
-        self._deadline_s = settings.score_deadline_s
         self._presence = Presence("teacher", tell)
         self._room = asyncio.Semaphore(MAX_ASKED)
         self._echoes = False
         self._http = httpx.AsyncClient(
             headers={"authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(self._deadline_s, connect=5.0),
+            timeout=httpx.Timeout(ANSWER_S, connect=5.0),
             trust_env=not is_direct(urlsplit(self._url).hostname or ""),
             verify=ssl_context_for(self._url),
         )
@@ -239,7 +241,7 @@ class Teacher:
             answer = await self._http.post(f"{self._url}/completions", json=asked)
         except httpx.ReadTimeout as error:
             raise _UnusableAnswer(
-                f"the teacher at {self._shown} did not answer within {self._deadline_s:g} s"
+                f"the teacher at {self._shown} did not answer within {ANSWER_S:g} s"
             ) from error
         except httpx.TransportError as error:
             raise _EndpointUnreachable(

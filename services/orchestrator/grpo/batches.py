@@ -73,7 +73,6 @@ class Batches:
     prompts: Prompts
     services: Services
     folder: RunFolder
-    max_missing: float  # share of rewards beyond which a batch is not trained on
     warn: Callable[[str], Awaitable[None]] = no_warning
     pushed: GroupSource | None = None  # of a job whose groups come from elsewhere
 
@@ -102,7 +101,7 @@ class Batches:
             get_logger().info(
                 "groups found on disk", job=self.job_id, step=step, groups=count.num_found
             )
-        if reason := too_many_missing(batch, self.max_missing):
+        if reason := too_many_missing(batch):
             ungraded = batch.model_copy(update={"graded": False})
             await write_despite_cancel(self.folder.write_batch, ungraded)
             raise OperatorActionNeeded(reason)
@@ -140,7 +139,7 @@ class Batches:
 
     async def _refilled(self, step: int, sample_round: SampleRound) -> Batch:
         groups_P = await sample_round(0, self.job.sampling.prompts_per_step)
-        kept, dropped = await refill(groups_P, self.job, self.max_missing, sample_round)
+        kept, dropped = await refill(groups_P, self.job, sample_round)
         return to_batch(step, kept, dropped, dated=not self.pushed)
 
     async def _take_round(

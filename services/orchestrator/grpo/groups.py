@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 NUM_REASONS = 3
 
+MAX_MISSING = 0.5
+"""Share of rewards that may be missing. Beyond it the job pauses rather than learn from the few
+that are left, and an evaluation decides nothing."""
+
 DROP_ROUNDS = 10
 """Most rounds in which overlong prompts are replaced, if the job drops them."""
 
@@ -80,7 +84,6 @@ def teaches(graded: ScoredGroup, job: Job) -> bool:
 async def refill(
     groups_P: Sequence[ScoredGroup],
     job: Job,
-    max_missing: float,
     sample_fresh: Callable[[int, int], Awaitable[list[ScoredGroup]]],
 ) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
     """Returns the groups `[P]`, with fresh groups in place of groups that teach nothing, and the
@@ -89,7 +92,7 @@ async def refill(
     `sample_fresh(round, count)` returns up to `count` groups of prompts that are new in this step,
     in at most `refills` rounds (the dynamic sampling of DAPO, arXiv 2503.14476). Groups that still
     teach nothing stay, and are not trained on. Overlong prompts that the job drops are replaced
-    too, in at most DROP_ROUNDS. Nothing is replaced while more than `max_missing` of the rewards
+    too, in at most DROP_ROUNDS. Nothing is replaced while more than MAX_MISSING of the rewards
     are missing, because missing rewards say nothing about the prompts.
     """
     kept, dropped = list(groups_P), list[ScoredGroup]()
@@ -100,7 +103,7 @@ async def refill(
             for position, graded in enumerate(kept)
             if (round <= refills and not teaches(graded, job)) or (drops and graded.group.overlong)
         ]
-        if not flat or missing_share([graded.scores for graded in kept]) > max_missing:
+        if not flat or missing_share([graded.scores for graded in kept]) > MAX_MISSING:
             break
         fresh = await sample_fresh(round, len(flat))
         if not fresh:  # a small data set has run out of other prompts
@@ -168,11 +171,11 @@ def missing_share(scores_PG: Sequence[Sequence[Score]]) -> float:
     return sum(missing) / len(missing) if missing else 0.0
 
 
-def too_many_missing(batch: Batch, max_missing: float) -> str | None:
+def too_many_missing(batch: Batch) -> str | None:
     """Returns why the batch must not be trained on, with graders' first few reasons; None if it may
     be."""
     share = missing_share(batch.scores)
-    if share <= max_missing:
+    if share <= MAX_MISSING:
         return None
     parts = [
         part for scores_G in batch.scores for score in scores_G for part in score.parts.items()
@@ -184,9 +187,8 @@ def too_many_missing(batch: Batch, max_missing: float) -> str | None:
     ]
     reasons = list(dict.fromkeys(found))[:NUM_REASONS] or ["no reward applies"]
     return (
-        f"step {batch.step}: {share:.0%} of the rewards are missing, more than the "
-        f"{max_missing:.0%} of HONE_MAX_MISSING_REWARDS; {'; '.join(reasons)}; look into the log "
-        "of the reward service, or raise HONE_MAX_MISSING_REWARDS"
+        f"step {batch.step}: {share:.0%} of the rewards are missing; expected at most "
+        f"{MAX_MISSING:.0%}; {'; '.join(reasons)}; look into the log of the reward service"
     )
 
 

@@ -29,7 +29,7 @@ from services.orchestrator.grpo.estimates import (
     problem_metrics,
 )
 from services.orchestrator.grpo.examples import to_examples
-from services.orchestrator.grpo.groups import is_graded, sample_group
+from services.orchestrator.grpo.groups import MAX_MISSING, is_graded, sample_group
 from services.orchestrator.grpo.prompts import HeldOut, group_seed
 from services.orchestrator.grpo.supervised import SFTExample, add_sft_advantages, sft_examples
 from services.orchestrator.samplers.services import Services
@@ -117,16 +117,14 @@ def _interval(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {LOW: found.low, HIGH: found.high}
 
 
-def ignored_metrics(
-    metrics: Mapping[str, float], names: Iterable[str], limit: float
-) -> dict[str, float]:
-    """Returns the metric "ignored" for each held-out set with more than a share of `limit` of its
-    completions without a reward. Its value is that share."""
+def ignored_metrics(metrics: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """Returns the metric "ignored" for each held-out set with more than a share of MAX_MISSING of
+    its completions without a reward. Its value is that share."""
     found: dict[str, float] = {}
     for name in names:
         prefix = metric_prefix(name)
         share = metrics[prefix + "missing_rewards"] + metrics[prefix + "errored_rollouts"]
-        if share > limit:
+        if share > MAX_MISSING:
             found[prefix + IGNORED] = share
     return found
 

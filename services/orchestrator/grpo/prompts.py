@@ -37,6 +37,12 @@ Content = str | tuple[dict[str, Any], ...]
 
 MAX_STEPS = 10**9
 
+FILTER_CPU_S, ACCEPTED_FILTER_CPU_S = 120.0, 240.0
+"""Seconds of CPU time that `data.filter` may take over all rows of a source; in a stream, until it
+is true of a row. Enough for some millions of rows; bounded, because one process runs the filters
+and templates of all jobs. An accepted job has twice as many: the same work takes longer on a busy
+machine."""
+
 NUM_FIRST = 8
 """Held-out prompts of each set among the first prompts of a job of 0 steps."""
 
@@ -157,7 +163,7 @@ def load_prompts(
             tables=_tables(held_out),
         )
     train = open_source(ask)
-    columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
+    columns, order, problems = _ordered(job, train, history, _filter_cpu_s(versions))
     held_out = load_held_out(job, settings, versions)
     found = {"train": train.version} if train.version else {}
     return Prompts(
@@ -203,10 +209,17 @@ def load_held_out(
 ) -> list[HeldOut]:
     """Returns the job's held-out sets, `data.eval` first. Raises as `load_prompts`."""
     asks, limit = source_requests(job, settings, versions), job.evaluation.num_prompts
-    found = [_held_out("", asks["eval"], limit)] if "eval" in asks else []
+    cpu_s = _filter_cpu_s(versions)
+    found = [_held_out("", asks["eval"], limit, cpu_s)] if "eval" in asks else []
     for name, each in job.evaluation.sets.items():
-        found.append(_held_out(name, asks[_version_key(name)], each.num_prompts or limit))
+        ask = asks[_version_key(name)]
+        found.append(_held_out(name, ask, each.num_prompts or limit, cpu_s))
     return found
+
+
+def _filter_cpu_s(versions: Mapping[str, str] | None) -> float:
+    """Returns the seconds for a filter; the data of an accepted job has `versions`."""
+    return FILTER_CPU_S if versions is None else ACCEPTED_FILTER_CPU_S
 
 
 def _version_key(name: str) -> str:
@@ -228,8 +241,8 @@ def _ordered(
     return columns, order, None
 
 
-def _held_out(name: str, ask: SourceRequest, limit: int | None) -> HeldOut:
-    table, spec, cpu_s = open_source(ask), ask.spec, ask.settings.filter_cpu_s
+def _held_out(name: str, ask: SourceRequest, limit: int | None, cpu_s: float) -> HeldOut:
+    table, spec = open_source(ask), ask.spec
     if spec.streaming:
         columns = peek_columns(table, spec)
         passing = stream_problems(table, columns, spec, cpu_s)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.errors import BudgetExceeded
+from services.orchestrator.grpo.groups import MAX_MISSING
 from services.orchestrator.grpo.held_out import (
     held_out_sft_examples,
     ignored_metrics,
@@ -76,7 +77,6 @@ class AfterStep:
     journal: Journal
     tracker: Tracker | None
     spent: JobUsage
-    max_missing: float  # beyond this share without a reward, nothing is decided
     used_below: UsedBelow
     _said: set[str] = field(default_factory=set[str], init=False)
     _clock: StepClock = field(init=False)
@@ -211,12 +211,12 @@ class AfterStep:
                 metrics |= prefixed_metrics(name, answers_P)
                 stored = [rollout for answers in answers_P for rollout in answers.stored]
                 await write_despite_cancel(self.folder.write_held_out, name, version, stored)
-        too_many = ignored_metrics(metrics, held_out, self.max_missing)
+        too_many = ignored_metrics(metrics, held_out)
         for name, share in too_many.items():
             await self.journal.warn(
                 f"step {version}: {share:.0%} of the completions of an evaluation have no reward, "
-                f"more than the {self.max_missing:.0%} of HONE_MAX_MISSING_REWARDS, so neither "
-                f"stop.target nor checkpoints.keep_best takes it into account ({name})",
+                f"more than {MAX_MISSING:.0%}, so neither stop.target nor checkpoints.keep_best "
+                f"takes it into account ({name})",
                 step=version,
             )
         return metrics | too_many | {"time/eval": time.monotonic() - start}

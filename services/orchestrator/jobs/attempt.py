@@ -52,6 +52,11 @@ STATE_DEADLINE_S = 5.0
 """Seconds that the trainer has to say its step when an operator stops the job, and for which a
 trainer that cannot write its checkpoint then is waited for."""
 
+STALL_S = 600.0
+"""Seconds without any answer to a running job (no group sampled or graded, no step, no weights, no
+checkpoint) after which its events say which service is waited for. Longer than one call usually
+takes, shorter than the deadlines."""
+
 
 class Attempt:
     """One attempt at the job of `record`, under `lease`; `needs` are its trainer's.
@@ -166,12 +171,10 @@ class Attempt:
         """Trains or evaluates. Watches meanwhile whether the services are there and the job
         moves."""
         services = self._services
-        stall_s, tell = self._settings.stall_s, self._journal.stalled
+        pool, tell = services.samplers.pool, self._journal.stalled
         services.pending.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
-        watching = asyncio.create_task(
-            watch(services.pending, stall_s, services.samplers.pool.under_way, tell)
-        )
+        watching = asyncio.create_task(watch(services.pending, STALL_S, pool.under_way, tell))
         looking = asyncio.create_task(keep_looking(services))
         noting = asyncio.create_task(self._spending.keep_noted())
         try:
@@ -331,7 +334,6 @@ class Attempt:
             self._journal,
             self._tracker,
             spent,
-            self._settings.max_missing_rewards,
             self._store.models_below,
         )
 
@@ -364,7 +366,6 @@ class Attempt:
             prompts,
             services,
             folder,
-            self._settings.max_missing_rewards,
             self._journal.warn,
             pushed,
         )

@@ -45,10 +45,6 @@ from shared.weights.model_folder import (
 )
 from shared.wire import CreateFineTuningJob, PreviewedPrompt, Prompt, PromptLengths
 
-FILTER_ROOM = 2.0
-"""Factor on a job's filter time at the start of an attempt: the job was accepted, and the same work
-takes longer on a busy machine."""
-
 
 @dataclass(frozen=True)
 class Check:
@@ -343,8 +339,6 @@ def _with_notes(error: BadRequest, left_out: Sequence[str]) -> BadRequest:
 
 
 def _reload(job: Job, settings: Settings, accepted: AcceptedData) -> Inspection:
-    cpu_s = FILTER_ROOM * settings.filter_cpu_s
-    settings = settings.model_copy(update={"filter_cpu_s": cpu_s})
     prompts = load_prompts(job, settings, accepted.versions, accepted.history)
     return Inspection(prompts.columns, first=prompts.first(), prompts=prompts)
 

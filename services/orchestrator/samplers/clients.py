@@ -94,7 +94,7 @@ class TrainerClient:
             key=caller.key,
         )
         self._has_job = True
-        deadline_s = caller.settings.start_deadline_s
+        deadline_s = caller.settings.operation_deadline_s
         state = await self.client.call("PUT", "/job", body, TrainerState, deadline_s=deadline_s)
         self.gpu, self.memory_space = state.gpu, state.memory_space
         return state
@@ -111,13 +111,13 @@ class TrainerClient:
         tracing.note(examples=len(examples))
         await self._free_gpu()
         body = TrainStepRequest(**self.caller.fence, step=step, examples=examples, totals=totals)
-        return await self._train("/train_step", body, StepResult)
+        return await self._post("/train_step", body, StepResult)
 
     @tracks_call("trainer", "computing log-probs", "forward")
     async def forward(self, step: int, examples: tuple[Example, ...]) -> ForwardResult:
         """Returns what the weights of the last applied step give the examples."""
         body = ForwardRequest(**self.caller.fence, step=step, examples=examples)
-        return await self._train("/forward", body, ForwardResult)
+        return await self._post("/forward", body, ForwardResult)
 
     @tracks_call("trainer", "adding up a gradient", "forward_backward")
     async def forward_backward(
@@ -126,14 +126,14 @@ class TrainerClient:
         """Adds the gradient of the examples' loss, as operation `step`."""
         await self._free_gpu()
         body = ForwardBackwardRequest(**self.caller.fence, step=step, examples=examples, loss=loss)
-        return await self._train("/forward_backward", body, ForwardBackwardResult)
+        return await self._post("/forward_backward", body, ForwardBackwardResult)
 
     @tracks_call("trainer", "taking an optimizer step", "optim_step")
     async def optim_step(self, step: int, optimization: Optimization) -> OptimStepResult:
         """Changes the weights by the gradient so far, as operation `step`."""
         await self._free_gpu()
         body = OptimStepRequest(**self.caller.fence, step=step, optimization=optimization)
-        return await self._train("/optim_step", body, OptimStepResult)
+        return await self._post("/optim_step", body, OptimStepResult)
 
     @tracks_call("trainer", "publishing weights", "publish")
     async def publish_weights(
@@ -143,7 +143,7 @@ class TrainerClient:
         body = PublishRequest(
             **self.caller.fence, version=version, method=method, snapshot=snapshot
         )
-        return await self._write("/publish_weights", body, WeightsRef)
+        return await self._post("/publish_weights", body, WeightsRef)
 
     @tracks_call("trainer", "writing a checkpoint", "checkpoint")
     async def checkpoint(
@@ -153,7 +153,7 @@ class TrainerClient:
         `patience_s` seconds for a trainer that is unreachable or cannot write; None: as long as any
         call."""
         body = CheckpointRequest(**self.caller.fence, step=step, keep=keep)
-        return await self._write("/checkpoints", body, Checkpoint, patience_s)
+        return await self._post("/checkpoints", body, Checkpoint, patience_s)
 
     async def release(self) -> None:
         """Lets another orchestrator have the trainer, if it answers soon. Nothing depends on it: a
@@ -169,28 +169,14 @@ class TrainerClient:
             job_id = self.caller.job_id
             get_logger().warning("trainer not released", job=job_id, reason=error.detail)
 
-    async def _train(self, path: str, body: Fenced, answer: type[W]) -> W:
-        return await self._post(path, body, answer, self.caller.settings.train_deadline_s)
-
-    async def _write(
-        self, path: str, body: Fenced, answer: type[W], patience_s: float | None = None
-    ) -> W:
-        deadline_s = self.caller.settings.sync_deadline_s
-        return await self._post(path, body, answer, deadline_s, patience_s)
-
     async def _post(
-        self,
-        path: str,
-        body: Fenced,
-        answer: type[W],
-        deadline_s: float,
-        patience_s: float | None = None,
+        self, path: str, body: Fenced, answer: type[W], patience_s: float | None = None
     ) -> W:
         """Returns the answer to a command, which may wait for one of each job that shares the
         trainer."""
         settings = self.caller.settings
-        others = settings.places - 1 if self.caller.job.shares_as else 0
-        deadline_s += others * settings.train_deadline_s
+        num_jobs = settings.places if self.caller.job.shares_as else 1
+        deadline_s = num_jobs * settings.operation_deadline_s
         return await self.client.call(
             "POST", path, body, answer, deadline_s=deadline_s, patience_s=patience_s
         )
@@ -232,7 +218,7 @@ class RewardClient:
             "/score",
             body,
             ScoreResult,
-            deadline_s=self.caller.settings.score_deadline_s,
+            deadline_s=self.caller.settings.operation_deadline_s,
             patience_s=self._patience_s,
         )
         scores = iter(result.scores)

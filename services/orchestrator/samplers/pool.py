@@ -54,6 +54,14 @@ SOON_S = 2.0
 sampler takes it: about the time of sampling a few dozen tokens, or of computing a long prompt
 again."""
 
+REPLICA_SHARE = 1 / 30
+"""Share of `patience_s` for one sampler of several: another one then samples its groups. Long
+enough for a lost connection. It need not cover a restart, because the other samplers continue."""
+
+HEDGE_AT = 1 / 6
+"""Share of `generate_deadline_s` after which another sampler with room is asked for a group too;
+the first answer counts. Well above what a group usually takes, because it is sampled twice."""
+
 MAX_FAULTS = 3
 """Samplers that may fail over one group, by more than being away, before its error is the job's: a
 prompt that ends every engine must not take the whole pool along again and again."""
@@ -113,7 +121,7 @@ class Pool:
 
     async def sleep(self, body: SleepRequest) -> None:
         """Makes all samplers free their GPUs until the next version is pushed."""
-        deadline_s = self._settings.sync_deadline_s
+        deadline_s = self._settings.operation_deadline_s
         for sampler in self.up():
             await sampler.client.call("POST", "/sleep", body, ServingWeights, deadline_s=deadline_s)
 
@@ -156,8 +164,8 @@ class Pool:
     def _patience_s(self, sampler: Sampler) -> float:
         """Returns how long it may be unreachable: shortly where another sampler could do its
         work."""
-        settings = self._settings
-        return settings.replica_patience_s if self._others(sampler) else settings.patience_s
+        patience_s = self._settings.patience_s
+        return REPLICA_SHARE * patience_s if self._others(sampler) else patience_s
 
     def _can_do_without(self, sampler: Sampler, error: BaseException) -> bool:
         """Returns whether the error is this sampler's alone, and another one is up."""
@@ -277,7 +285,7 @@ class Pool:
         first = asyncio.create_task(self._ask(sampler, body, key))
         asked = {first: sampler}
         try:
-            await asyncio.wait(asked, timeout=self._settings.hedge_s)
+            await asyncio.wait(asked, timeout=HEDGE_AT * self._settings.generate_deadline_s)
             if not first.done() and (other := self._spare(sampler)):
                 asked[asyncio.create_task(self._hedge(other, body, key))] = other
             waiting = set(asked)
@@ -360,7 +368,7 @@ class Pool:
             while waiting and not self.up():
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if waiting:
-                await asyncio.wait(waiting, timeout=self._settings.replica_patience_s)
+                await asyncio.wait(waiting, timeout=REPLICA_SHARE * patience_s)
         finally:
             await stop(*joins)
         errors = {

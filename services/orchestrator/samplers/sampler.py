@@ -232,7 +232,7 @@ class Sampler:
                 "/model",
                 spec,
                 ServingWeights,
-                deadline_s=settings.start_deadline_s,
+                deadline_s=settings.operation_deadline_s,
                 patience_s=patience_s,
             )
             others = await self._others(serving, settings, patience_s)
@@ -263,7 +263,7 @@ class Sampler:
                 "/weights",
                 None,
                 ServingWeights,
-                deadline_s=settings.start_deadline_s,
+                deadline_s=settings.operation_deadline_s,
                 patience_s=patience_s,
             )
             for _ in range(NUM_ASKED_WHO)
@@ -299,7 +299,7 @@ class Sampler:
                 "/reload_weights",
                 ref,
                 ServingWeights,
-                deadline_s=settings.sync_deadline_s,
+                deadline_s=settings.operation_deadline_s,
                 patience_s=patience_s,
             )
             if serving.replica != self.name:

@@ -266,27 +266,13 @@ def _is_trial(services: Services, job: Job) -> bool:
 
 async def _published(services: Services, version: int, method: SyncMethod) -> WeightsRef:
     """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
-    trainer's device, as files can, or could take longer than it is waited for."""
+    trainer's device, as files can."""
     try:
-        published = await services.trainer.publish_weights(version, method)
-        if isinstance(published.root, SentWeights):
-            _check_transfer(published.root, services.caller.settings.sync_deadline_s)
-        return published
+        return await services.trainer.publish_weights(version, method)
     except (Failed, Conflict) as error:
         if not SYNC_METHODS[method].is_given_up or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
             raise
         raise SyncFailed(f"weight sync: {error.detail}", code="not_met") from error
-
-
-def _check_transfer(ref: SentWeights, deadline_s: float) -> None:
-    """Raises Failed where a sampler could still receive once its answer is not waited for any more:
-    after `deadline_s`, the time for a sync."""
-    if ref.bound_s > deadline_s:
-        raise Failed(
-            f"HONE_TRANSFER_DEADLINE_S of the trainer is {ref.deadline_s:g} s, so a sampler "
-            f"may take {ref.bound_s:g} s to receive a version, and the orchestrator waits "
-            f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
-        )
 
 
 async def _write_files(fallback: Fallback, journal: Events) -> None:

@@ -20,7 +20,7 @@ from shared.job import Job
 from shared.settings import Settings
 
 LOOKS = 10
-"""How often the watch checks within `HONE_STALL_S`."""
+"""How often the watch checks within `stall_s`."""
 
 MAX_LOOK_S = 5.0
 

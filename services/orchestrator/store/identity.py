@@ -35,7 +35,7 @@ PAUSED = (
 )
 """Why a job with a rebuilt record is paused."""
 
-TOO_OLD = "ended before the newest ended jobs, of which HONE_KEEP_JOBS are kept"
+TOO_OLD = "ended before the newest ended jobs, and Redis keeps no others"
 
 
 async def identify(connection: Connection) -> str:

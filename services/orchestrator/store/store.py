@@ -57,6 +57,13 @@ MAX_WITHDRAWN = 1000
 """Submissions that an API key may withdraw within KEY_TTL_S: a key of a submission has up to 1,000
 characters."""
 
+KEEP_JOBS = 1000
+"""How many ended jobs are kept, with their events: a few GB of Redis. Others are forgotten, the
+oldest of the API key with most of them first; their run folders stay."""
+
+KEEP_EVENTS = 20_000
+"""How many of the newest events of each job are kept, at least: those of some 15,000 steps."""
+
 QUOTA_RETRY_S = 3600
 """Retry-After of a submission beyond the quota: jobs take hours, so a client that waits for less
 shows the error at once."""
@@ -71,20 +78,12 @@ class Store(WorkerSide, Lists):
     """All of the orchestrator's state, with the API's operations on it. `samplers` are the
     registered samplers, `trainers` the registered trainers of all workers, and `removals` the
     removed uploaded files. Every method raises StoreUnavailable when Redis cannot be reached, and
-    StoreEmptied when it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at
-    least the newest `keep_events` events of each job. An API key may have `max_key_jobs` jobs that
-    have not ended."""
+    StoreEmptied when it is not the jobs' Redis. An API key may have `max_key_jobs` jobs that have
+    not ended."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        keep_jobs: int = 1000,
-        keep_events: int = 20_000,
-        max_key_jobs: int = MAX_KEY_JOBS,
-    ) -> None:
+    def __init__(self, url: str, *, max_key_jobs: int = MAX_KEY_JOBS) -> None:
         self._max_key_jobs = max_key_jobs
-        limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
+        limits = {"keep_jobs": str(KEEP_JOBS), "keep_events": str(KEEP_EVENTS)}
         self._connection = connection = Connection(url, limits)
         super().__init__(connection)
         self.samplers = SamplerRegistrations(connection)

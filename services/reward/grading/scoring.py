@@ -33,6 +33,10 @@ from shared.wire import (
 )
 from shared.wire.rewards import reward_of
 
+MAX_QUEUED_COMPLETIONS = 32_768
+"""Completions that may wait for grading or be graded: eight of the largest requests. Beyond it the
+answer is 429, and callers ask again later."""
+
 SAMPLER_FAILED = Part(
     value=None,
     verdict="error",
@@ -46,9 +50,7 @@ class Scorer:
 
     def __init__(self, tools: GraderTools) -> None:
         self._callers = Callers(tools)
-        self._admission = QueueLimit(
-            "completions", tools.settings.max_queued_completions, "HONE_MAX_QUEUED_COMPLETIONS"
-        )
+        self._admission = QueueLimit("completions", MAX_QUEUED_COMPLETIONS)
 
     async def close(self) -> None:
         await self._callers.close()
@@ -217,13 +219,11 @@ def total(parts: dict[str, Part], specs: dict[str, RewardSpec]) -> Score:
 
 
 class QueueLimit:
-    """At most `limit` of `what` ("completions") wait or run at once; `setting` names the limit to a
-    reader."""
+    """At most `limit` of `what` ("completions") wait or run at once."""
 
-    def __init__(self, what: str, limit: int, setting: str) -> None:
+    def __init__(self, what: str, limit: int) -> None:
         self._what = what
         self._limit = limit
-        self._setting = setting
         self._count = 0
 
     @contextlib.contextmanager
@@ -233,8 +233,7 @@ class QueueLimit:
         if self._count and self._count + count > self._limit:
             raise Busy(
                 f"{self._count} {self._what} wait or run and {count} more were sent; at most "
-                f"{self._limit} may "
-                f"(setting {self._setting})"
+                f"{self._limit} may"
             )
         self._count += count
         try:

@@ -65,20 +65,12 @@ class _AnswerLost(Exception):
 
 
 class ModalSandbox(Sandbox):
-    """`packages` are installed with pip into the image: `image`, or else Modal's Debian with
-    Python."""
+    """`packages` are installed with pip into the image, which is Modal's Debian with Python."""
 
     self_test = PROBES
 
-    def __init__(
-        self,
-        *,
-        num_slots: int | None = None,
-        packages: Sequence[str] = (),
-        image: str | None = None,
-    ) -> None:
+    def __init__(self, *, num_slots: int | None = None, packages: Sequence[str] = ()) -> None:
         self._packages = packages
-        self._image_name = image
         self._places = asyncio.Semaphore(num_slots or MAX_AT_ONCE)
         self._modal: Any = None
         self._app: Any = None
@@ -136,12 +128,7 @@ class ModalSandbox(Sandbox):
         )
 
     def _build_image(self) -> Any:
-        images = self._modal.Image
-        image = (
-            images.from_registry(self._image_name)
-            if self._image_name
-            else images.debian_slim(python_version=PYTHON)
-        )
+        image = self._modal.Image.debian_slim(python_version=PYTHON)
         image = image.pip_install(*self._packages) if self._packages else image
         return image.add_local_dir(_INSIDE, _SHOWN)
 

@@ -64,6 +64,11 @@ KEEP_VERSIONS = 2
 
 SPARE = ASIDE + "spare"
 
+TRANSFER_S = 60.0
+"""Seconds that trainer and sampler wait for each other while weights go from GPU to GPU ("nccl" and
+"ipc"); then the version goes by "http". Longer than the largest model takes, but not much: sampling
+waits meanwhile."""
+
 Save = Callable[[Path], dict[str, str]]
 """Writes `*.safetensors` in the trainer's dtype under Hugging Face names (tied weights once) and
 `config.json` into a folder; returns the digest of each tensor."""
@@ -194,12 +199,11 @@ class Device:
     checkpoint's names; they do not change until the next update. `host` is the address to send
     from."""
 
-    def __init__(self, live: Callable[[], Mapping[str, Any]], host: str, deadline_s: float) -> None:
+    def __init__(self, live: Callable[[], Mapping[str, Any]], host: str) -> None:
         self._live = live
         self._host = host
         self._sending: Any = None
         self._sealed: dict[int, Digests] = {}
-        self.deadline_s = deadline_s
 
     def tensors(self) -> dict[str, Any]:
         live = self._live()
@@ -221,7 +225,7 @@ class Device:
         from services.trainer.transfer import Broadcast
 
         self.stop()
-        self._sending = Broadcast(self.tensors(), self._host, self.deadline_s)
+        self._sending = Broadcast(self.tensors(), self._host, TRANSFER_S)
         self._sending.start()
         return self._sending
 
@@ -247,7 +251,7 @@ class Publisher:
         self.deltas = Deltas(in_memory)
         self.adapters = Folders(in_memory, ADAPTER)
         self.volume = Folders(on_volume, durable=True, commit=settings.runs_commit)
-        self.device = Device(live, settings.host, settings.transfer_deadline_s)
+        self.device = Device(live, settings.host)
 
     def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
         """Returns the reference of the version. `save(folder)` writes it, if it goes as files and
@@ -325,7 +329,7 @@ def publish_broadcast(
     return BroadcastWeights(
         **_common(request),
         **proof,
-        deadline_s=job.device.deadline_s,
+        deadline_s=TRANSFER_S,
         port=sending.port,
         key=sending.key,
         chunks=sending.layout,
@@ -339,7 +343,7 @@ def publish_shared(job: Publisher, request: PublishRequest, _: int, __: Save) ->
     return SharedWeights(
         **_common(request),
         **job.device.sealed(request.version).proof(),
-        deadline_s=job.device.deadline_s,
+        deadline_s=TRANSFER_S,
         gpu=gpu,
         shared=tensors,
     )

@@ -2,7 +2,7 @@
 them: their folder, and DeepSpeed's extensions, compiled once. It imports no torch.
 
 When a rank dies, torchrun ends all ranks of this node. The launcher reports which rank died and
-why, and starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load
+why, and starts them again: at most MAX_RESTARTS times in ten minutes. The new ranks load
 the previous job by themselves, from its newest checkpoint.
 """
 
@@ -43,7 +43,10 @@ STOP_S = 10
 SAVE_S = 240.0
 """Seconds for ranks that must end to finish a checkpoint: enough for 200 GB at 1 GB/s."""
 
-RESTART_WINDOW_S = 600.0
+MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0
+"""How often in how many seconds ranks that died are started again. Beyond it the trainer ends,
+because a fault that repeats would repeat again."""
+
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 LOOPBACK = "lo"
@@ -70,7 +73,7 @@ class Launcher:
             failure = self._folder.failure() or f"torchrun ended with exit code {code}"
             now = time.monotonic()
             deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_S), now]
-            if len(deaths) > self._settings.trainer_restarts:
+            if len(deaths) > MAX_RESTARTS:
                 get_logger().error(
                     "the ranks died too often",
                     reason=failure,
@@ -140,9 +143,9 @@ def torchrun_command(num_ranks: int, life: Path) -> list[str]:
 
 def rank_environment(settings: Settings) -> dict[str, str]:
     """Returns the ranks' environment: their share of threads, the interfaces for their sockets, and
-    the folder of DeepSpeed's extensions."""
-    cores = len(os.sched_getaffinity(0))
-    threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
+    the folder of DeepSpeed's extensions. `hone up` may start several trainers on this machine."""
+    cores = len(os.sched_getaffinity(0)) // (settings.trainers * settings.trainer_ranks)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores))
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     # Micro-batches differ in size: without this, memory freed by one is of no use to the next.
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -159,7 +162,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         | nvidia.compilers()
         | no_store_server
         | patience
-        | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     )
 
 

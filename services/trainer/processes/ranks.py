@@ -214,7 +214,7 @@ def lead(
 ) -> None:
     """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. It
     first loads the previous ranks' job."""
-    tracing.configure("trainer", settings)
+    tracing.configure("trainer")
     inbox = Inbox()
     loaded_before = folder.job()
     readiness = FirstLoad.after_loading(inbox, loaded_before)

@@ -191,23 +191,6 @@ def test_every_gpu_of_modal_has_its_memory() -> None:
     assert all(common.sampler_resources(gpu)["memory"] > 8 * 1024 for gpu in GPU_TYPES)
 
 
-def test_settings_ask_for_other_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.modal import common
-
-    settings = common.SETTINGS.model_copy(
-        update={
-            "modal_trainer_cpu": 16.0,
-            "modal_trainer_memory_gib": 320,
-            "modal_rollout_cpu": 0.5,
-            "modal_rollout_memory_gib": 12,
-        }
-    )
-    monkeypatch.setattr(common, "SETTINGS", settings)
-    for made in (common.trainer_resources("H100"), common.all_resources("H100")):
-        assert made == {"cpu": 16.0, "memory": 320 * 1024}
-    assert common.sampler_resources("A10G") == {"cpu": 0.5, "memory": 12 * 1024}
-
-
 def test_the_trainer_is_a_long_function_that_is_started_again(
     functions: dict[str, dict[str, Any]],
 ) -> None:

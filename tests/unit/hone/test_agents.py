@@ -53,7 +53,7 @@ def test_a_command_gets_no_secret_of_hone_and_all_others(monkeypatch: pytest.Mon
     hidden = (
         *("HONE_TOKEN", "HONE_REDIS_URL", "HONE_JUDGE_API_KEY", "HONE_TEACHER_API_KEY"),
         *("HONE_MODAL_KEY", "HONE_MODAL_SECRET", "HONE_TOKEN_FILE", "HONE_REDIS_URL_FILE"),
-        *("HONE_OTEL_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         *("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
     )
     for name in (*hidden, "HF_TOKEN", "SEARCH_API_KEY", "HONE_REWARD_URL"):

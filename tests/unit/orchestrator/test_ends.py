@@ -61,7 +61,7 @@ async def test_a_row_that_is_said_again_has_the_currency_of_its_cost() -> None:
     services = cast(Any, Mock(pending=PendingCalls()))
     journal = Journal(store, Lease("a", 1, "trainer", 30.0))
     spent = JobUsage([], price=Price(2.0, "EUR"))
-    after = AfterStep(JOB, unused, services, unused, journal, unused, spent, 0.5, unused)
+    after = AfterStep(JOB, unused, services, unused, journal, unused, spent, unused)
     await after.repeat_events(MetricsRow(step=1, metrics={"total/cost": 3.0}))
     told = store.report.await_args.kwargs
     assert (told["cost"], told["currency"], told["missing_only"]) == (3.0, "EUR", True)

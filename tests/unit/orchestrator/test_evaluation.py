@@ -92,8 +92,9 @@ def test_shares_are_of_all_completions_and_rewards_of_problems() -> None:
     found = set_metrics(answers)
     assert found == {"missing_rewards": 1 / 8, "errored_rollouts": 4 / 8, "rewards/a/mean": 0.5}
     metrics = {f"eval/hard/{name}": value for name, value in found.items()}
-    assert ignored_metrics(metrics, ["hard"], 0.5) == {"eval/hard/ignored": 5 / 8}
-    assert ignored_metrics(metrics, ["hard"], 0.7) == {}
+    assert ignored_metrics(metrics, ["hard"]) == {"eval/hard/ignored": 5 / 8}
+    metrics["eval/hard/missing_rewards"] = 0.0
+    assert ignored_metrics(metrics, ["hard"]) == {}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def names(groups: list[ScoredGroup]) -> list[int]:
 async def test_each_round_replaces_only_what_is_still_without_signal() -> None:
     groups = [graded(0, 1.0, 1.0), graded(1, 0.0, 1.0), graded(2, 0.0, 0.0)]
     fresh = Fresh([graded(10, 0.0, 0.0), graded(11, 1.0, 0.0)], [graded(20, 0.5, 0.0)], [])
-    kept, dropped = await refill(groups, refilling(3), 0.5, fresh)
+    kept, dropped = await refill(groups, refilling(3), fresh)
     assert fresh.asked == [(1, 2), (2, 1)], "and stops once all have signal"
     assert names(kept) == [20, 1, 11] and names(dropped) == [0, 2, 10]
 
@@ -77,10 +77,10 @@ async def test_each_round_replaces_only_what_is_still_without_signal() -> None:
 async def test_rounds_are_bounded_and_what_has_no_signal_then_stays() -> None:
     flat = [graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)]
     fresh = Fresh([graded(10, 1.0, 1.0), graded(11, 1.0, 1.0)])
-    kept, dropped = await refill(flat, refilling(1), 0.5, fresh)
+    kept, dropped = await refill(flat, refilling(1), fresh)
     assert fresh.asked == [(1, 2)] and names(kept) == [10, 11] and names(dropped) == [0, 1]
     none = Fresh()
-    assert (await refill(flat, refilling(0), 0.5, none))[0] == flat and none.asked == []
+    assert (await refill(flat, refilling(0), none))[0] == flat and none.asked == []
 
 
 async def test_a_group_that_was_all_cut_off_is_replaced_where_these_are_masked() -> None:
@@ -91,17 +91,16 @@ async def test_a_group_that_was_all_cut_off_is_replaced_where_these_are_masked()
     cut, half = cut_off(graded(0, 0.0, 0.5), 2), cut_off(graded(1, 0.0, 0.5), 1)
     ungraded = cut_off(graded(2, 0.0, 0.5, None), 2)  # the third is not cut off, and not graded
     fresh = Fresh([graded(10, 0.0, 1.0), graded(11, 0.0, 1.0)])
-    kept, dropped = await refill([cut, half, ungraded], masks, 0.5, fresh)
+    kept, dropped = await refill([cut, half, ungraded], masks, fresh)
     assert (names(kept), names(dropped), fresh.asked) == ([10, 1, 11], [0, 2], [(1, 2)])
     none = Fresh()
-    assert (await refill([cut], job, 0.5, none), none.asked) == (([cut], []), [])
+    assert (await refill([cut], job, none), none.asked) == (([cut], []), [])
 
 
 async def test_a_data_set_that_runs_out_of_prompts_replaces_what_it_can() -> None:
     fresh = Fresh([graded(10, 0.0, 1.0)], [])
-    kept, dropped = await refill(
-        [graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)], refilling(5), 0.5, fresh
-    )
+    flat = [graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)]
+    kept, dropped = await refill(flat, refilling(5), fresh)
     assert names(kept) == [10, 1] and names(dropped) == [0]
     assert fresh.asked == [(1, 2), (2, 1)]
 
@@ -109,7 +108,7 @@ async def test_a_data_set_that_runs_out_of_prompts_replaces_what_it_can() -> Non
 async def test_nothing_is_replaced_for_rewards_that_are_missing() -> None:
     fresh = Fresh([graded(10, 0.0, 1.0)])
     groups = [graded(0, None, None), graded(1, None, 0.0)]
-    assert (await refill(groups, refilling(3), 0.5, fresh)) == (groups, []) and fresh.asked == []
+    assert (await refill(groups, refilling(3), fresh)) == (groups, []) and fresh.asked == []
 
 
 def test_a_batch_carries_its_oldest_version_and_what_was_dropped() -> None:
@@ -135,14 +134,14 @@ def errored(name: int, count: int, why: str = "the prompt has 9000 tokens") -> S
 def test_rollouts_that_ended_in_an_error_are_neither_missing_nor_trained_on() -> None:
     batch = to_batch(7, [graded(0, 1.0, 0.0), errored(1, 2)])
     assert batch.version == 3 and missing_share(batch.scores) == 0.0
-    assert too_many_missing(batch, 0.0) is None
+    assert too_many_missing(batch) is None
     assert batch_advantages(batch, make_job())[1] == [None, None]
     assert missing_share([[NOT_GRADED]]) == 0.0
 
 
 async def test_groups_of_errors_are_replaced_as_those_without_signal_are() -> None:
     fresh = Fresh([graded(10, 0.0, 1.0)])
-    kept, dropped = await refill([graded(0, 0.0, 1.0), errored(1, 2)], refilling(1), 0.0, fresh)
+    kept, dropped = await refill([graded(0, 0.0, 1.0), errored(1, 2)], refilling(1), fresh)
     assert names(kept) == [0, 10] and names(dropped) == [1]
 
 
@@ -164,12 +163,11 @@ def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> No
     group = graded(0, 1.0, 1.0, 1.0, 1.0)
     scores = (score(make_job(), 1.0), failed("no key"), failed("no key"), failed("refused"))
     batch = to_batch(2, [ScoredGroup(prompt=group.prompt, group=group.group, scores=scores)])
-    assert too_many_missing(batch, 0.75) is None
-    assert too_many_missing(batch, 0.5) == (
-        "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
-        "judge: no key; judge: refused; look into the log of the reward service, or raise "
-        "HONE_MAX_MISSING_REWARDS"
+    assert too_many_missing(batch) == (
+        "step 2: 75% of the rewards are missing; expected at most 50%; judge: no key; judge: "
+        "refused; look into the log of the reward service"
     )
+    assert too_many_missing(to_batch(2, [graded(0, 1.0, None)])) is None
 
 
 async def test_overlong_prompts_are_replaced_where_the_job_drops_them() -> None:
@@ -183,9 +181,9 @@ async def test_overlong_prompts_are_replaced_where_the_job_drops_them() -> None:
         scores=(NOT_GRADED, NOT_GRADED),
     )
     fresh = Fresh([overlong], [graded(4, 0.0, 1.0)])
-    kept, dropped = await refill([flat, overlong], drops, 0.5, fresh)
+    kept, dropped = await refill([flat, overlong], drops, fresh)
     assert (names(kept), names(dropped), fresh.asked) == ([1, 4], [2, 2], [(1, 1), (2, 1)])
     endless = Fresh(*[[overlong]] * 20)
-    assert len((await refill([overlong], drops, 0.5, endless))[1]) == len(endless.asked) == 10
-    kept, dropped = await refill([flat, overlong], job, 0.5, Fresh())
+    assert len((await refill([overlong], drops, endless))[1]) == len(endless.asked) == 10
+    kept, dropped = await refill([flat, overlong], job, Fresh())
     assert (names(kept), dropped) == ([1, 2], [])

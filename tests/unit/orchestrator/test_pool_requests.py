@@ -62,7 +62,7 @@ class Pair:
         clients: Any = [Asked(f"r{number}", answer) for number, answer in enumerate(answers)]
         self.clients: list[Asked] = clients
         self.first, self.second = (Sampler(client, up=True) for client in clients)
-        self.pool = Pool(Settings(hedge_s=0.01), no_notify)
+        self.pool = Pool(Settings(generate_deadline_s=0.06), no_notify)
         self.pool.samplers = {each.url: each for each in (self.first, self.second)}
         self.unretrieved: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(

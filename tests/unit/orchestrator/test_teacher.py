@@ -193,7 +193,7 @@ def test_without_the_teachers_log_probs_a_reward_is_missing_and_says_why(
     assert why in score.parts["teacher"].detail and KEY not in score.parts["teacher"].detail
     assert score.parts["right"].value == 1.0
     batch = batch_of(group_of(rollout(4, 8)), [score])
-    assert f"teacher: {score.parts['teacher'].detail}" in str(too_many_missing(batch, 0.0))
+    assert f"teacher: {score.parts['teacher'].detail}" in str(too_many_missing(batch))
 
 
 def test_a_completion_whose_log_probs_are_not_known_is_missing(endpoint: Endpoint) -> None:

@@ -176,7 +176,6 @@ def modal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamesp
 
     fake.Image = types.SimpleNamespace(
         debian_slim=lambda python_version: Image(("debian", python_version)),
-        from_registry=lambda tag: Image(("registry", tag)),
     )
     fake.App = types.SimpleNamespace(lookup=_Aio(lookup))
     fake.Sandbox = types.SimpleNamespace(create=_Aio(create))
@@ -197,7 +196,7 @@ async def started(**settings: Any) -> ModalSandbox:
 async def test_modal_runs_each_program_in_a_container_of_its_own_with_the_network_blocked(
     modal: types.SimpleNamespace,
 ) -> None:
-    sandbox = await started(sandbox_packages=("numpy",), sandbox_image="python:3.11-slim")
+    sandbox = await started(sandbox_packages=("numpy",))
     assert sandbox.problem() is None
     requests = [
         ExecuteRequest(
@@ -225,7 +224,7 @@ async def test_modal_runs_each_program_in_a_container_of_its_own_with_the_networ
         True,
     )
     assert options["image"].made == (
-        ("registry", "python:3.11-slim"),
+        ("debian", "3.11"),
         ("pip", ("numpy",)),
         ("dir", "/hone/services/reward/sandbox/inside"),
     )  # fmt: skip

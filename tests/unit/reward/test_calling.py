@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from services.reward.grading import calling
+from services.reward.grading import calling, scoring
 from services.reward.grading.calling import key_of
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.registry import Grader, Params, grader
@@ -179,8 +179,9 @@ async def test_graders_are_kept_and_closed_when_others_are_used(
     assert set(Probe.closed[2:]) == {"slow", "three"}
 
 
-async def test_a_stream_that_is_closed_ends_its_grading() -> None:
-    once = scorer(max_queued_completions=1)
+async def test_a_stream_that_is_closed_ends_its_grading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "MAX_QUEUED_COMPLETIONS", 1)
+    once = scorer()
     request = ScoreRequest(
         items=(
             ScoreItem(prompt="", completion="x", finish_reason="error"),

@@ -32,6 +32,16 @@ def test_each_unknown_setting_is_named_and_where_all_are_listed(
     )
 
 
+def test_a_setting_that_was_removed_says_what_holds_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_KEEP_JOBS", "10")
+    with pytest.raises(BadRequest) as raised:
+        load_settings()
+    assert raised.value.detail == (
+        "unknown setting 'HONE_KEEP_JOBS' in the environment; it was removed: the newest 1,000 "
+        "jobs that ended are kept; `hone explain settings` lists all"
+    )
+
+
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_TRAINER_RANKS", "none")
     with pytest.raises(
@@ -131,7 +141,8 @@ def test_what_opens_the_collector_is_a_secret(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue%2Dwhale,api-key: hidden-word")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "Authorization=Bearer%20other-word")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://me:pass%40word@host:4318")
-    found = Settings(otel_endpoint="http://me:own-password@host").secrets()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:own-password@host")
+    found = Settings().secrets()
     assert {
         "x-team=blue%2Dwhale,api-key: hidden-word",
         "x-team=blue%2Dwhale",

@@ -92,12 +92,22 @@ def quick(monkeypatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def test_trainers_and_ranks_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    settings = Settings(trainers=2, trainer_ranks=4)
+    assert launcher.rank_environment(settings)["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launcher.rank_environment(settings)["OMP_NUM_THREADS"] == "3"
+
+
 def run_launcher(monkeypatch, folder: LaunchFolder, code: str, restarts: int) -> int:
     """Runs a launcher whose ranks are that Python code, which gets this life's folder."""
     monkeypatch.setattr(
         launcher, "torchrun_command", lambda _ranks, life: [sys.executable, "-c", code, str(life)]
     )
-    return Launcher(Settings(trainer_restarts=restarts), folder).run()
+    monkeypatch.setattr(launcher, "MAX_RESTARTS", restarts)
+    return Launcher(Settings(), folder).run()
 
 
 def test_ranks_that_die_start_again_in_an_empty_folder_until_they_died_too_often(
