@@ -58,7 +58,8 @@ class Client:
     """Calls one service, which errors call `name`. `binary` sends and asks for msgpack instead of
     JSON. A call fails once the service was unavailable (unreachable, or answering 503) for
     `patience_s` seconds without a break, even if its deadline is later. `tell` is called when the
-    service has been away for some seconds, and when it is back. `headers` go with every request."""
+    service has been away for some seconds, and when it is back; `unreachable` is as in `Presence`.
+    `headers` go with every request."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Client:
         patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
         tell: Tell = no_notify,
+        unreachable: dict[str, float] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -86,13 +88,7 @@ class Client:
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
-        self._presence = Presence(name, tell)
-
-    @property
-    def away(self) -> tuple[str, float] | None:
-        """Which service is reported as away, this one or a service it needs, and since when (Unix
-        time)."""
-        return self._presence.away
+        self._presence = Presence(name, tell, unreachable)
 
     async def __aenter__(self) -> Client:
         return self
@@ -106,6 +102,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
+        self._presence.forget()
         await self.poller.close()
         await self._http.aclose()
 

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from services.orchestrator.api.rollouts import graded
 from services.orchestrator.samplers.clients import RewardClient
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store

@@ -348,7 +348,7 @@ class Comparison:
         await self._load(model)
         name = held_out.name
         if name not in self._prompts:
-            with self.services.pending.on("data", "reading the prompts"):
+            with self.services.status.on("data", "reading the prompts"):
                 self._prompts[name] = await asyncio.to_thread(held_out.prompts)
         known = (each for each in self.sets if self._key(model, each) in self._found)
         num_known, num_done = sum(len(each.problems) for each in known), itertools.count()

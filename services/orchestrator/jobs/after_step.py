@@ -83,7 +83,7 @@ class AfterStep:
     _record_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.services.pending.busy_s)
+        self._clock = StepClock(self.services.status.busy_s)
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""

@@ -30,10 +30,9 @@ from services.orchestrator.jobs.needs import Dependencies
 from services.orchestrator.jobs.preflight import AcceptedData, Preflight
 from services.orchestrator.jobs.recovery import Recovery, keep_looking
 from services.orchestrator.jobs.results import Spending, summarize, summarize_evaluation
-from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.status import Caller, watch
 from services.orchestrator.samplers.syncing import sync_weights
-from services.orchestrator.samplers.waits import Caller, watch
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions, Program
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
@@ -93,8 +92,8 @@ class Attempt:
         self._after: AfterStep | None = None
         self._began = 0.0
         self._trying: asyncio.Task[None] | None = None
-        self.status = AttemptStatus(self._services.pending, self._services.away)
-        own = record, settings, self._services, self._folder, self._journal, self.status
+        self.status = caller.status
+        own = record, settings, self._services, self._folder, self._journal
         self._recovery = Recovery(*own, needs, lease.tries)
 
     async def run(self) -> Outcome:
@@ -166,11 +165,11 @@ class Attempt:
         """Trains or evaluates. Watches meanwhile whether the services are there and the job
         moves."""
         services = self._services
-        stall_s, tell = self._settings.stall_s, self._journal.stalled
-        services.pending.progress_at = time.monotonic()
+        stall_s, tell = self._settings.stall_s, self._journal.aside
+        self.status.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
         watching = asyncio.create_task(
-            watch(services.pending, stall_s, services.samplers.pool.under_way, tell)
+            watch(self.status, stall_s, services.samplers.pool.under_way, tell)
         )
         looking = asyncio.create_task(keep_looking(services))
         noting = asyncio.create_task(self._spending.keep_noted())
@@ -316,7 +315,7 @@ class Attempt:
         await preflight.run("settings")
         spent = await self._spending.begin(preflight.price)
         self.status.begin("checking data and rewards", "the model is loaded")
-        with self._services.pending.on("data", "reading the prompts"):
+        with self.status.on("data", "reading the prompts"):
             await preflight.run("data")
         await preflight.run("services")
         prompts = preflight.data.prompts
@@ -357,7 +356,7 @@ class Attempt:
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         services, folder, pushed = self._services, self._folder, None
         if self._job.is_pushed:
-            pushed = self._extensions.source_of(folder.path, services.pending)
+            pushed = self._extensions.source_of(folder.path, self.status)
         batches = Batches(
             self._record.id,
             self._job,

@@ -25,7 +25,7 @@ from services.orchestrator.jobs.prompt_checks import check_rows, counted
 from services.orchestrator.samplers.clients import Trial
 from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.store.run_folders import check_allowed, check_start
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, HoneError, Unavailable

@@ -17,7 +17,6 @@ from services.orchestrator.jobs.decisions import (
     decide,
 )
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
-from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.store.connection import StoreUnavailable
@@ -52,13 +51,12 @@ class Recovery:
         services: Services,
         folder: RunFolder,
         journal: Journal,
-        status: AttemptStatus,
         needs: Dependencies,
         tries: int,
     ) -> None:
         self._record, self._settings = record, settings
         self._services, self._folder = services, folder
-        self._journal, self._status = journal, status
+        self._journal, self._status = journal, services.status
         self._needs, self._data = needs, DataFiles(record.job, settings)
         self.furthest = record.step
         self._num_recoveries = record.recoveries
@@ -186,7 +184,7 @@ class Recovery:
         )
         if self._stuck_since is None:  # grading's wait for the reward service counts
             now = time.time()
-            waited_s = now - (self._services.reward.away_since or now)
+            waited_s = now - self._status.unreachable.get("the reward service", now)
             self._stuck_since = time.monotonic() - waited_s
         if outcome := await self._until_ready(decision.why):
             return outcome

@@ -18,7 +18,7 @@ import time
 from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
-from services.orchestrator.jobs.status import AttemptStatus
+from services.orchestrator.samplers.status import AttemptStatus
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied

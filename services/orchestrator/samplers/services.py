@@ -19,7 +19,7 @@ from services.orchestrator.samplers.discovery import (
 )
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
-from services.orchestrator.samplers.waits import Caller, PendingCalls, tracks_call
+from services.orchestrator.samplers.status import AttemptStatus, Caller, tracks_call
 from services.orchestrator.seams import NO_EXTENSIONS, Environment, Extensions, Teacher
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
@@ -73,7 +73,7 @@ class JobSamplers:
 
     def __init__(self, caller: Caller, registered: Registered = none_registered) -> None:
         self.caller = caller
-        self.pool = Pool(caller.settings, caller.tell, registered, caller.headers)
+        self.pool = Pool(caller, registered)
         self._registered = registered
         self.sync_method: SyncMethod | None = None
         self.published: Published | None = None
@@ -263,14 +263,13 @@ class JobSamplers:
 
 @dataclass(frozen=True, eq=False)
 class Services:
-    """The services of one attempt at a job; `close` ends the connections. `pending` says what is
-    under way. `environment` is what conversations act in."""
+    """The services of one attempt at a job; `close` ends the connections. `environment` is what
+    conversations act in."""
 
     caller: Caller
     trainer: TrainerClient
     reward: RewardClient
     samplers: JobSamplers
-    pending: PendingCalls
     teacher: Teacher | None
     environment: Environment | None
     extensions: Extensions
@@ -304,11 +303,14 @@ class Services:
             TrainerClient(caller, samplers.free_gpu),
             reward,
             samplers,
-            caller.pending,
             teacher,
             environment,
             extensions,
         )
+
+    @property
+    def status(self) -> AttemptStatus:
+        return self.caller.status
 
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""
@@ -331,11 +333,11 @@ class Services:
         on one of the first few `prompts`, the teacher has another vocabulary, or the environment
         does not work."""
         if self.teacher:
-            with self.pending.on("teacher", "comparing the vocabularies"):
+            with self.status.on("teacher", "comparing the vocabularies"):
                 await self.teacher.check(self.caller.job)
         await self.reward.validate(columns, prompts)
         if self.environment:
-            with self.pending.on("reward", "checking the environment"):
+            with self.status.on("reward", "checking the environment"):
                 await self._validate_environment(self.environment, prompts[0])
 
     async def _validate_environment(self, environment: Environment, prompt: Prompt) -> None:
@@ -352,18 +354,6 @@ class Services:
         if found.tools:
             await self.samplers.check_parsers()
 
-    def away(self) -> dict[str, float]:
-        """Returns the unreachable services, and since when (Unix time)."""
-        clients = (
-            self.trainer.client,
-            self.reward.client,
-            *(sampler.client for sampler in self.samplers.pool.samplers.values()),
-        )
-        found: dict[str, float] = {}
-        for who, at in (client.away for client in clients if client.away):
-            found[who] = min(at, found.get(who, at))
-        return found
-
     async def look(self) -> None:
         """Asks each service without a call under way whether it is there, so that the job's events
         say within seconds which is unreachable. Of the other services the calls themselves say it,
@@ -374,7 +364,7 @@ class Services:
             "reward": (self.reward.client,),
             "rollout": tuple(sampler.client for sampler in self.samplers.pool.up()),
         }
-        idle = clients.keys() - self.pending.services
+        idle = clients.keys() - self.status.services
         asked = (client for service in sorted(idle) for client in clients[service])
         calls = (
             client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
