@@ -14,7 +14,6 @@ from services.orchestrator.api import (
     files,
     history,
     jobs,
-    regrade,
     rollouts,
     stack,
 )
@@ -191,7 +190,7 @@ def _add_routes(
     jobs.add_routes(service, settings, store, writable, checks)
     history.add_routes(service, store)
     rollouts.add_routes(service, store)
-    regrade.add_route(service, settings, store, checks.extensions)
+    rollouts.add_regrading(service, settings, store)
     diagnosing.add_routes(service, store)
     experiments.add_routes(service, settings, store)
     stack.add_routes(service, settings, store)

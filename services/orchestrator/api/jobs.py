@@ -12,7 +12,6 @@ from fastapi import Query, Request
 
 from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.data.hub import named_model_folder
-from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job
 from services.orchestrator.store.folder import RunFolder
@@ -103,7 +102,7 @@ def _add_submitting(
         await runs.check()
         checked = await check_job(request.job, store, checks)
         submission = Submission(
-            with_steps(request.job, checked.data.num_train),
+            checked.completed,
             settings.runs_dir,
             key,
             checked.data.versions,
@@ -125,7 +124,7 @@ def _add_submitting(
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         checked = await check_job(request.job, store, checks, shows=True)
-        job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
+        job, online = checked.completed, checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
         return await asyncio.to_thread(_dry_run, job, checked, plan_of)

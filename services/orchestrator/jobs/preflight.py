@@ -18,7 +18,7 @@ from services.orchestrator.data.sources import fetch, source_requests
 from services.orchestrator.data.tables import ArrowTable, notes_of
 from services.orchestrator.errors import CheckFailed, CheckNeeds
 from services.orchestrator.grpo.advantages import outcomes
-from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
+from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts, with_steps
 from services.orchestrator.grpo.supervised import sft_examples
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.prompt_checks import check_rows, counted
@@ -112,6 +112,11 @@ class Preflight:
     cpu_limit: str | None = None
     trial: Trial | None = None
     price: Price | None = None
+
+    @property
+    def completed(self) -> Job:
+        """The job with the number of steps that its data comes to, if it names epochs."""
+        return with_steps(self.job, self.data.num_train)
 
     async def run(self, *needs: CheckNeeds) -> None:
         """Runs the checks with these `needs`, in order. Raises HoneError for the first fault; at
