@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from shared.errors import HoneError, Unavailable
+from shared.host.logs import get_logger
 from shared.http import codec
 from shared.http.urls import is_direct
 from shared.wire import WAIT_PATH, WaitRequest, WaitResult
@@ -112,7 +113,8 @@ async def no_notify(_message: str, _away: bool) -> None:
 
 class Presence:
     """Tracks one service. It does not answer if there is no connection, or it says that it cannot
-    work now. While it is reported as away, `unreachable` has it, with the Unix time since when."""
+    work now. After `AWAY_S` seconds that is logged and told, once, as is its return; in between
+    `unreachable` has it, with the Unix time since when."""
 
     def __init__(
         self, service: str, tell: Tell, unreachable: dict[str, float] | None = None
@@ -134,12 +136,15 @@ class Presence:
             return
         self._unreachable[self._who] = at = time.time() - away_s
         message = f"{self._who} is unreachable since {_clock(at)} UTC: {reason}; waiting for it"
+        get_logger().warning("service unreachable", waits_for=self._who, reason=reason)
         await self._tell(message, True)
 
     async def heard(self) -> None:
         """Notes that the service answered."""
         if (at := self.forget()) is not None:
-            await self._tell(f"{self._who} is back after {time.time() - at:.0f} s", False)
+            away_s = round(time.time() - at)
+            get_logger().warning("service back", waits_for=self._who, seconds=away_s)
+            await self._tell(f"{self._who} is back after {away_s} s", False)
 
     def forget(self) -> float | None:
         """Ends an absence. Returns since when it was reported (Unix time); None: it was not."""
@@ -173,18 +178,14 @@ class Poller:
         self.busy_below: Callable[[], int | None] = lambda: None
         self.heard: Callable[[int], None] = lambda _: None
 
-    async def ended(self, location: str, timeout_s: float) -> bool:
-        """Returns True once the caller should ask for the operation at `location`, False after
-        `timeout_s` seconds."""
+    async def ended(self, location: str) -> None:
+        """Returns once the caller should ask for the operation at `location`."""
         id = location.rpartition("/")[2]
         woken = self._waiting.setdefault(id, asyncio.Event())
         if id not in self._asked:
             self._ask_soon(id)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await woken.wait()
-        except TimeoutError:
-            return False
+            await woken.wait()
         finally:
             if self._waiting.get(id) is woken:
                 del self._waiting[id]

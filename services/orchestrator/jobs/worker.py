@@ -232,9 +232,7 @@ class Worker:
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:
-        """Logs that Redis is unreachable or back. An event tells followers of the running or next
-        job that it is back."""
-        get_logger().warning("Redis is unreachable" if away else "Redis is back", reason=message)
+        """Tells followers of the running or next job that Redis is back."""
         self._news = None if away else message
         await self._say_news()
 
