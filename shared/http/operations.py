@@ -7,14 +7,13 @@ key, so a repeated request tries again.
 
 Beside it are the routes for a service's own state and draining, the time between SIGTERM and the
 service's end, in which waiting callers are told at once that their work will not be finished; and
-answers in pieces: lines of JSON, one for each result, and files, whole or by range.
+files, whole or by range.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
@@ -37,7 +36,7 @@ from starlette.types import Receive, Scope, Send
 from shared.errors import Conflict, Failed, HoneError, Malformed, NotFound, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.http import codec, rendering
+from shared.http import rendering
 from shared.wire import Dependency, Health, Readiness, VersionInfo, WaitRequest, WaitResult
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version"})
@@ -310,13 +309,10 @@ class Operations:
 
 
 @contextlib.asynccontextmanager
-async def failing_as(
-    name: str, deadline_s: float, left_s: float | None = None
-) -> AsyncGenerator[None]:
-    """Turns any exception of the block into a HoneError that names the operation. The work has
-    `left_s` of the operation's `deadline_s` seconds; None: all of them."""
+async def failing_as(name: str, deadline_s: float) -> AsyncGenerator[None]:
+    """Turns any exception of the block into a HoneError that names the operation."""
     try:
-        async with asyncio.timeout(deadline_s if left_s is None else max(left_s, 0.0)):
+        async with asyncio.timeout(deadline_s):
             yield
     except TimeoutError as error:
         raise Failed(
@@ -368,52 +364,6 @@ async def _until_below(busy: Callable[[], int], limit: int, told: int | None) ->
         await asyncio.sleep(BUSY_CHECK_S)
     while busy() >= limit:
         await asyncio.sleep(BUSY_CHECK_S)
-
-
-LINES = "application/x-ndjson"
-
-
-async def answer(
-    results: AsyncGenerator[BaseModel],
-    request: Request,
-    name: str,
-    deadline_s: float,
-    draining: DrainState,
-) -> StreamingResponse:
-    """Returns the response that streams the `results` of the operation `name`.
-
-    The work ends when the client goes away, or when the service ends and breaks the response off.
-    Raises an error before the first result, so that it has its own status; a later error is a
-    problem document as the last line.
-    """
-    end = time.monotonic() + deadline_s
-
-    async def next_line() -> bytes | None:
-        async with failing_as(name, deadline_s, end - time.monotonic()):
-            result = await anext(results, None)
-        return None if result is None else codec.encode(result) + b"\n"
-
-    begun = asyncio.create_task(next_line())
-    await wait_until_any(begun, draining.wait(), client_gone(request))
-    if not begun.done():
-        begun.cancel()
-        await asyncio.wait({begun})
-        if draining.has_begun():
-            raise draining.error()
-        raise client_disconnected(name)
-    first = begun.result()
-
-    async def lines() -> AsyncGenerator[bytes]:
-        async with contextlib.aclosing(results):
-            try:
-                line = first
-                while line is not None:
-                    yield line
-                    line = await next_line()
-            except HoneError as error:
-                yield json.dumps(error.problem()).encode() + b"\n"
-
-    return StreamingResponse(lines(), media_type=LINES)
 
 
 async def client_gone(request: Request) -> None:
