@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable
 
 from services.orchestrator.jobs.decisions import (
     LIMITS,
@@ -30,14 +28,11 @@ from shared.host.logs import get_logger
 from shared.settings import Settings
 from shared.wire import JobRecord, TrainerState
 
-LOOK_AT_IDLE_S = 2.0
-"""Seconds between two checks that idle services are there."""
+LOOK_AT_SERVICES_S = 2.0
+"""Seconds between two looks at the job's services."""
 
 LOOK_AT_MISSING_S = 2.0
 """Seconds between two checks whether missing needs are back."""
-
-LOOK_AT_LOADING_S = 2.0
-"""Seconds between two questions to trainer and sampler: what do you do, while you load?"""
 
 
 class Recovery:
@@ -76,7 +71,7 @@ class Recovery:
 
     async def _load(self) -> TrainerState:
         self._services.new_epoch()
-        self._status.begin("loading the model", "its weights go to the sampler")
+        self._status.begin("loading the model", "its weights go to the sampler", loads=True)
         await self._journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
         if self._restarts is not None and state.restarts > self._restarts and state.last_failure:
@@ -93,40 +88,15 @@ class Recovery:
         on the same GPU: while it starts it measures free memory, and would count memory that the
         trainer takes meanwhile as its own."""
         in_turn = self._settings.colocate or (await self._services.trainer.state()).gpu is not None
-        watching = asyncio.create_task(self._watch())
-        try:
-            if in_turn:
-                await self._services.samplers.load_model()
-                await self._services.samplers.free_gpu()
-                return await self._services.trainer.load_job()
-            state, _ = await gather_all(
-                [self._services.trainer.load_job(), self._services.samplers.load_model()]
-            )
-            assert state is not None, "the first is the trainer's"
-            return state
-        finally:
-            await stop(watching)
-
-    async def _watch(self) -> None:
-        """Reports in the job's events what takes trainer and sampler long."""
-
-        async def trainer_doing() -> str | None:
-            return (await self._services.trainer.state()).doing
-
-        await asyncio.gather(
-            self._watch_one("trainer", trainer_doing),
-            self._watch_one("sampler", self._services.samplers.doing),
+        if in_turn:
+            await self._services.samplers.load_model()
+            await self._services.samplers.free_gpu()
+            return await self._services.trainer.load_job()
+        state, _ = await gather_all(
+            [self._services.trainer.load_job(), self._services.samplers.load_model()]
         )
-
-    async def _watch_one(self, service: str, ask: Callable[[], Awaitable[str | None]]) -> None:
-        """Ignores errors: the watched call meets the same error, and decides about it."""
-        while True:
-            await asyncio.sleep(LOOK_AT_LOADING_S)
-            with contextlib.suppress(HoneError):
-                doing, said = await ask(), self._status.details.get(service)
-                if doing and doing != said:
-                    await self._journal.log(f"the {service} is {doing}")
-                self._status.details |= {service: doing} if doing else {}
+        assert state is not None, "the first is the trainer's"
+        return state
 
     def note_progress(self, step: int) -> None:
         """Resets the count of recoveries once the job has done a new step."""
@@ -233,7 +203,7 @@ def _is_folder_gone(error: Exception) -> bool:
 
 
 async def keep_looking(services: Services) -> None:
-    """Checks again and again that the idle services are there."""
+    """Looks at the services again and again."""
     while True:
-        await asyncio.sleep(LOOK_AT_IDLE_S)
+        await asyncio.sleep(LOOK_AT_SERVICES_S)
         await services.look()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,13 @@ from shared.wire import (
     ServingWeights,
     SleepRequest,
     ToolChoice,
+    TrainerState,
     VersionInfo,
 )
 from shared.wire.packed import TokenIds
 
 PRESENCE_DEADLINE_S = 15.0
-"""Seconds that an idle service has to answer the question whether it is there."""
+"""Seconds that a service has to answer the question whether it is there, or what it does."""
 
 VERSION_DEADLINE_S = 5.0
 
@@ -120,10 +121,9 @@ class JobSamplers:
         urls = await sampler_urls(self.caller.settings.rollout_urls, self._registered)
         await check_parsers(urls, self.caller.settings)
 
-    async def doing(self) -> str | None:
-        """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
-        deadline_s = PRESENCE_DEADLINE_S
-        return (await self.pool.one().get("/weights", ServingWeights, deadline_s=deadline_s)).doing
+    async def state(self, deadline_s: float) -> ServingWeights:
+        """Returns what a sampler says of itself."""
+        return await self.pool.one().get("/weights", ServingWeights, deadline_s=deadline_s)
 
     @tracks_call("rollout", "sampling a group", "generate")
     async def sample(
@@ -357,8 +357,9 @@ class Services:
     async def look(self) -> None:
         """Asks each service without a call under way whether it is there, so that the job's events
         say within seconds which is unreachable. Of the other services the calls themselves say it,
-        and more reliably: a service that is still starting answers this question too. The client
-        reports errors, and the call that needs the service decides what follows."""
+        and more reliably: a service that is still starting answers this question too. While the job
+        is loaded, also asks trainer and sampler what they do. The client reports errors, and the
+        call that needs the service decides what follows."""
         clients = {
             "trainer": (self.trainer.client,),
             "reward": (self.reward.client,),
@@ -366,10 +367,22 @@ class Services:
         }
         idle = clients.keys() - self.status.services
         asked = (client for service in sorted(idle) for client in clients[service])
-        calls = (
+        calls: list[Awaitable[object]] = [
             client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
-        )
+        ]
+        if self.status.loads:
+            calls.append(self._note_doing("trainer", self.trainer.state))
+            calls.append(self._note_doing("sampler", self.samplers.state))
         await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _note_doing(
+        self, service: str, ask: Callable[[float], Awaitable[TrainerState | ServingWeights]]
+    ) -> None:
+        """Notes in the job's status, and says once in its events, what takes the service long."""
+        doing, details = (await ask(PRESENCE_DEADLINE_S)).doing, self.status.details
+        if doing and doing != details.get(service) and self.status.loads:
+            details[service] = doing
+            await self.caller.tell(f"the {service} is {doing}", False)
 
     async def abort(self) -> None:
         """Ends what the samplers have under way of this job, and lets another orchestrator have

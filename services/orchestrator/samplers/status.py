@@ -35,9 +35,10 @@ P = ParamSpec("P")
 
 class AttemptStatus:
     """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `details`
-    are services' messages while they load. `missing` says, as a sentence, what the job needs and
-    lacks. `unreachable` maps services that are unreachable, as "the trainer service", to Unix times
-    since when; their clients note it. `progress_at` is the time of the last answer."""
+    are services' messages while a stage `loads` the job. `missing` says, as a sentence, what the
+    job needs and lacks. `unreachable` maps services that are unreachable, as "the trainer service",
+    to Unix times since when; their clients note it. `progress_at` is the time of the last
+    answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,9 +53,11 @@ class AttemptStatus:
         self.progress_at = clock()
         self.begin("beginning")
 
-    def begin(self, stage: str, next: str = "", missing: str | None = None) -> None:
+    def begin(
+        self, stage: str, next: str = "", missing: str | None = None, *, loads: bool = False
+    ) -> None:
         self.stage, self.next, self.details = stage, next, dict[str, str]()
-        self.missing = missing
+        self.missing, self.loads = missing, loads
         self._missing_since = (self._missing_since or time.time()) if missing else None
 
     def line(self) -> str:
