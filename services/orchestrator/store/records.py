@@ -22,7 +22,7 @@ from shared.http import codec
 from shared.http.gate import caller
 from shared.job import JOB_ID, UPLOADED, Job
 from shared.weights.folders import CHECKPOINTS, step_of
-from shared.wire import ApiKey, Checkpoint, Event, JobRecord, JobState, JobSummary, PauseReason
+from shared.wire import ApiKey, Checkpoint, Event, JobRecord, JobState, JobSummary
 
 SCHEMA = 1
 """Version of a job's hash. Readers ignore unknown fields."""
@@ -152,20 +152,9 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
 
 def _shown(fields: Mapping[str, str]) -> dict[str, str]:
     """Returns the fields: `doing` only for a running job, `pause_reason` only for a paused one."""
-    status = fields.get("status")
-    shown = {name: value for name, value in fields.items() if name not in ("doing", "pause_reason")}
-    if status == "running" and "doing" in fields:
-        shown["doing"] = fields["doing"]
-    if status == "paused":
-        shown["pause_reason"] = fields.get("pause_reason") or _reason_of(fields.get("error", ""))
-    return shown
-
-
-def _reason_of(error: str) -> PauseReason:
-    """Returns the code of a pause that an older version stored as a sentence only."""
-    if error == "paused on request":
-        return "requested"
-    return "preempted" if error.startswith(("preempted:", "put away")) else "error"
+    needed = {"doing": "running", "pause_reason": "paused"}
+    hidden = {name for name, status in needed.items() if fields.get("status") != status}
+    return {name: value for name, value in fields.items() if name not in hidden}
 
 
 def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
