@@ -235,7 +235,7 @@ class Operations:
         Raises the work's own HoneError, or Unavailable as soon as the service drains. `gone` ends
         when the client goes away; if it ends first, the work is cancelled.
         """
-        ended = await wait_until_any(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
+        ended = await first_of([operation.task], self._draining.wait(), gone, timeout_s=wait_s)
         if not operation.task.done() and self._draining.has_begun():
             raise self._draining.error()
         if not operation.task.done() and ended:
@@ -329,22 +329,13 @@ def client_disconnected(name: str) -> Failed:
     return Failed(f"{name} was ended: its client went away")
 
 
-async def wait_until_any(
-    work: asyncio.Task[Any],
-    *ends: Coroutine[Any, Any, None] | None,
-    timeout_s: float | None = None,
-) -> bool:
-    """Waits until the work or any of `ends` is done, or the time is over. Returns whether one of
-    `ends` was done. `ends` are then cancelled, the work is not."""
-    return await first_of([work], *ends, timeout_s=timeout_s)
-
-
 async def first_of(
     work: Iterable[asyncio.Task[Any]],
     *ends: Coroutine[Any, Any, None] | None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Like `wait_until_any`, but waits until any of several tasks is done."""
+    """Waits until one of the tasks or of `ends` is done, or the time is over. Returns whether one
+    of `ends` was done. `ends` are then cancelled, the tasks are not."""
     watches = [asyncio.create_task(end) for end in ends if end is not None]
     try:
         await asyncio.wait(

@@ -29,7 +29,7 @@ from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, rendering
 from shared.http.gate import AcceptedKeys, given_token
-from shared.http.operations import client_disconnected, client_gone, wait_until_any
+from shared.http.operations import client_disconnected, client_gone, first_of
 from shared.http.rendering import body_of, media_type, parse_body, render
 from shared.http.service import Service
 from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
@@ -124,7 +124,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 
 async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:
-    await wait_until_any(turn, client_gone(request))
+    await first_of([turn], client_gone(request))
     if not turn.done():
         turn.cancel()
         raise client_disconnected(f"POST {request.url.path}")

@@ -23,7 +23,7 @@ from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_pro
 from shared.host.logs import get_logger, request_id
 from shared.http import codec, rendering
 from shared.http.connecting import client_options
-from shared.http.operations import client_disconnected, client_gone, wait_until_any
+from shared.http.operations import client_disconnected, client_gone, first_of
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
@@ -220,7 +220,7 @@ async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) 
     no sampling is wasted."""
     asking = asyncio.create_task(asked)
     try:
-        await wait_until_any(asking, client_gone(request))
+        await first_of([asking], client_gone(request))
     finally:
         await stop(asking)
     if asking.cancelled():
