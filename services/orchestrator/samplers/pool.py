@@ -87,7 +87,7 @@ class Pool:
         for sampler in self.samplers.values():
             sampler.end("the job is loaded again")
             sampler.by_files = False
-        self._update(await self._discovery.some(self._tell))
+        self._update(await self._discovery.some())
         await self._first_up()
         with tracing.detached():  # it lives longer than what it is begun in
             self._keeper = asyncio.create_task(self._keep())
