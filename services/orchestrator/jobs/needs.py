@@ -14,7 +14,7 @@ from services.orchestrator.data.sources import files_of
 from services.orchestrator.samplers.discovery import no_sampler, sampler_urls
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import ANSWERS_WITHIN_S, RunsDirCheck
+from services.orchestrator.writable import ANSWERS_WITHIN_S, why_not_writable
 from shared.errors import HoneError
 from shared.host.logs import get_logger
 from shared.host.processes import BoundedProbe
@@ -65,8 +65,7 @@ class Dependencies:
         self.name = f"{self.trainer}/{socket.gethostname()}"
         self.missing: str | None = None
         self.checked_at: float | None = None
-        self._writable = RunsDirCheck(settings.runs_dir)
-        self._mounted = BoundedProbe[str | None](ANSWERS_WITHIN_S)
+        self._folder = BoundedProbe[str | None](ANSWERS_WITHIN_S)
 
     async def ready(self) -> bool:
         """Returns whether nothing was missing, as of at most two seconds ago."""
@@ -103,11 +102,12 @@ class Dependencies:
     async def _folder_away(self) -> str | None:
         runs_dir = self._settings.runs_dir
         late = (
-            f"folder {str(runs_dir)!r} did not say within {ANSWERS_WITHIN_S:g} s whether it has "
-            "the jobs' run folders; check HONE_RUNS_DIR and its disk"
+            f"folder {str(runs_dir)!r} gave no answer within {ANSWERS_WITHIN_S:g} s; check "
+            "HONE_RUNS_DIR and its disk"
         )
-        why = await self._writable.why_not()
-        return why or await self._mounted.at(lambda: self._store.unmounted(runs_dir), late)
+        return await self._folder.at(
+            lambda: why_not_writable(runs_dir) or self._store.unmounted(runs_dir), late
+        )
 
     async def _away(self, name: ServiceName, url: str) -> str | None:
         """Returns why no job can use the service: it does not answer, or is taken. None if a job
