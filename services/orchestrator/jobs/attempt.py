@@ -255,8 +255,8 @@ class Attempt:
     async def _evaluate(self, after: AfterStep) -> dict[str, Any]:
         """Evaluates the models of a job of 0 steps. Each model's scores on a held-out set count as
         a step: new ones reset the count of recoveries."""
-        sets, tell = after.prompts.sets, self.status.begin
-        comparison = Comparison(self._job, sets, self._services, self._folder, self._journal, tell)
+        sets = after.prompts.sets
+        comparison = Comparison(self._job, sets, self._services, self._folder, self._journal)
         recovery = self._recovery
         recovery.furthest = max(recovery.furthest, await comparison.begin())
         while (asked := comparison.next) is not None:
