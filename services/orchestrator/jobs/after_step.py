@@ -196,7 +196,7 @@ class AfterStep:
             return {}
         start = time.monotonic()
         if not serves:  # a budget ended the job between two syncs
-            await sync_weights(self.services, self.folder, self.job, version, self.journal)
+            await sync_weights(self.services, self.folder, version, self.journal)
         metrics: dict[str, float] = {}
         if self.job.trains_without_sampling:
             with tracing.span("eval", version=version):

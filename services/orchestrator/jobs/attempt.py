@@ -369,7 +369,6 @@ class Attempt:
         )
 
         async def sync(step: int) -> float | None:
-            synced = await sync_weights(services, folder, self._job, step, self._journal)
-            return synced.moved
+            return (await sync_weights(services, folder, step, self._journal)).moved
 
         return Pipeline(self._job, batches, services.trainer, sync, folder)

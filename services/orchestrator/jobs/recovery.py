@@ -78,8 +78,7 @@ class Recovery:
             await self._journal.warn(f"the trainer was started again: {state.last_failure}")
         self._restarts = state.restarts
         self._status.begin("bringing the weights to the sampler", f"step {state.step + 1}")
-        job = self._record.job
-        await sync_weights(self._services, self._folder, job, state.step, self._journal)
+        await sync_weights(self._services, self._folder, state.step, self._journal)
         await self._journal.loaded(state, self.furthest)
         return state
 

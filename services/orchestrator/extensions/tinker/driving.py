@@ -317,7 +317,7 @@ class OperationRunner:
                 step=self.last, path=checkpoint.path, size_bytes=checkpoint.size_bytes
             )
         if operation.kind == "snapshot":
-            await sync_weights(services, self.folder, self.job, self.last, self.journal)
+            await sync_weights(services, self.folder, self.last, self.journal)
             self._serves = self.last
         return OperationOutcome(step=self.last)
 
