@@ -152,15 +152,11 @@ class Worker:
     async def leave(self) -> None:
         """Gives back the lease of cancelled work, so that another worker need not wait until it
         expires."""
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await self._store.halt(lease, None)
-                await note_end(self._store, lease.job_id)
-        except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
-            get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+                await self._give_back()
+        except (StoreEmptied, Unavailable, TimeoutError) as error:
+            get_logger().warning("lease not given back", reason=repr(error))
 
     async def _is_next_held(self) -> bool:
         """Returns whether the data of the next job is unreachable. Then the other queued jobs go
