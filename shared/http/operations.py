@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
@@ -38,6 +38,8 @@ from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http import rendering
 from shared.wire import Dependency, Health, Readiness, VersionInfo, WaitRequest, WaitResult
+
+T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version"})
 """Paths that need no token. Only the sampler has `/health`, as vLLM's server does."""
@@ -355,6 +357,20 @@ async def _until_below(busy: Callable[[], int], limit: int, told: int | None) ->
         await asyncio.sleep(BUSY_CHECK_S)
     while busy() >= limit:
         await asyncio.sleep(BUSY_CHECK_S)
+
+
+async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
+    """Returns the result of the work, which ends if the request's client goes away before. Then
+    raises Failed."""
+    task = asyncio.create_task(work)
+    try:
+        await first_of([task], client_gone(request))
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if task.cancelled():
+        raise client_disconnected(f"{request.method} {request.url.path}")
+    return task.result()
 
 
 async def client_gone(request: Request) -> None:
