@@ -132,7 +132,6 @@ class Worker:
                 if self._lease:
                     await self._work(self._lease, asked_at)
             except Unavailable as error:
-                get_logger().warning("queue unavailable", reason=error.detail)
                 await self._redis.missed(asked_at, error.detail)
                 self._leave_others()
                 await asyncio.sleep(PAUSE_S)
