@@ -36,7 +36,7 @@ from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import sample_group
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.tasks import gather_all
 from services.rollout.rl_routes import CacheReset
 from shared.job import EvaluatedModel, Job

@@ -31,7 +31,7 @@ from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.jobs.prompt_checks import check_rows
 from services.orchestrator.jobs.results import best_step, summarize
 from services.orchestrator.samplers.clients import RewardClient
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.tasks import gather_all
 from services.trainer.disk.checkpoints import describe_checkpoint, path_of, remove_old

@@ -14,7 +14,6 @@ from services.orchestrator.api import (
     files,
     history,
     jobs,
-    regrade,
     rollouts,
     stack,
 )
@@ -36,6 +35,7 @@ from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.extensions.tinker import routes as tinker
 from services.orchestrator.extensions.tinker.driving import SampleOrders, drive
 from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import Submissions
 from services.orchestrator.jobs.worker import SharedTrainer, Worker
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
@@ -106,8 +106,8 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = CheckExecutor(settings, extensions)
-    _add_routes(service, settings, store, named, writable, orders, checks)
+    submissions = Submissions(store, CheckExecutor(settings, extensions), writable)
+    _add_routes(service, settings, store, named, submissions, orders)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
 
@@ -181,20 +181,19 @@ def _add_routes(
     settings: Settings,
     store: Store,
     named: access.Keys,
-    writable: RunsDirCheck,
+    submissions: Submissions,
     orders: SampleOrders,
-    checks: CheckExecutor,
 ) -> None:
-    tinker.add_routes(service, settings, store, writable, checks, orders)
-    jobs.add_routes(service, settings, store, writable, checks)
+    tinker.add_routes(service, settings, store, submissions, orders)
+    jobs.add_routes(service, settings, store, submissions)
     history.add_routes(service, store)
     rollouts.add_routes(service, store)
-    regrade.add_route(service, settings, store, checks.extensions)
+    rollouts.add_regrading(service, settings, store)
     diagnosing.add_routes(service, store)
     stack.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
-    fine_tuning.add_routes(service, settings, store, writable, checks)
+    fine_tuning.add_routes(service, settings, store, submissions)
     page.add_routes(service)
 
 

@@ -31,7 +31,7 @@ from shared.wire import (
 
 if TYPE_CHECKING:
     from services.orchestrator.samplers.services import Services
-    from services.orchestrator.samplers.waits import PendingCalls
+    from services.orchestrator.samplers.status import AttemptStatus
     from services.orchestrator.store.folder import RunFolder
     from services.orchestrator.store.journal import Journal
 
@@ -185,7 +185,7 @@ class Extensions:
     tracker_of: Callable[[Job, str, Path], Tracker] | None = None
     """Of a job, its id and its run folder."""
 
-    source_of: Callable[[Path, PendingCalls], GroupSource] = _missing
+    source_of: Callable[[Path, AttemptStatus], GroupSource] = _missing
     """Of the run folder of a job whose groups are pushed."""
 
     drive: Callable[[Program], Awaitable[int]] = _missing

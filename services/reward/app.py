@@ -1,7 +1,6 @@
 """The reward service: grading, and all untrusted code.
 
-    POST /score               every item graded by every reward; streamed, one line per item, where
-                              the caller accepts application/x-ndjson
+    POST /score               every item graded by every reward
     POST /execute             one program in the sandbox
     GET  /graders             what can be named in a job, with the schema of its params
     POST /graders/validate    would these rewards work on rows with these columns,
@@ -45,7 +44,6 @@ from shared.wire import (
     GraderRun,
     GraderRunRequest,
     Score,
-    ScoredItem,
     ScoreRequest,
     ScoreResult,
     Tried,
@@ -121,12 +119,6 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
             counts.add(one)
         return result
 
-    async def stream(request: ScoreRequest) -> AsyncGenerator[ScoredItem]:
-        async with contextlib.aclosing(scorer.stream(request)) as lines:
-            async for line in lines:
-                counts.add(line.score)
-                yield line
-
     async def execute(request: ExecuteRequest) -> Execution:
         """Runs one program in the sandbox."""
         counts.executions.inc()
@@ -152,7 +144,7 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
         """Lists the graders that a job can name."""
         return GraderList(graders=registry.infos())
 
-    service.operation("POST", "/score", score, stream=stream, cancellable=True)
+    service.operation("POST", "/score", score, cancellable=True)
     service.operation("POST", "/execute", execute, cancellable=True)
     service.operation("POST", "/graders/validate", validate)
     service.operation("POST", "/graders/try", try_rewards, cancellable=True)

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from shared.errors import BadRequest, Busy, HoneError, Unavailable, from_problem
 from shared.host import tracing
-from shared.host.logs import get_logger, request_id
+from shared.host.logs import request_id
 from shared.http import codec
 from shared.http.connecting import (
     Poller,
@@ -47,8 +47,6 @@ MAX_FETCHES = 4
 CHUNK_BYTES = 1 << 20
 """Larger bodies are sent in pieces of this size."""
 
-FIRST_REPORT_S, REPORT_S = 3.0, 10.0
-
 HUB = "the Hugging Face Hub"
 
 M = TypeVar("M", bound=BaseModel)
@@ -58,7 +56,8 @@ class Client:
     """Calls one service, which errors call `name`. `binary` sends and asks for msgpack instead of
     JSON. A call fails once the service was unavailable (unreachable, or answering 503) for
     `patience_s` seconds without a break, even if its deadline is later. `tell` is called when the
-    service has been away for some seconds, and when it is back. `headers` go with every request."""
+    service has been away for some seconds, and when it is back; `unreachable` is as in `Presence`.
+    `headers` go with every request."""
 
     def __init__(
         self,
@@ -70,6 +69,7 @@ class Client:
         patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
         tell: Tell = no_notify,
+        unreachable: dict[str, float] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -86,13 +86,7 @@ class Client:
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
-        self._presence = Presence(name, tell)
-
-    @property
-    def away(self) -> tuple[str, float] | None:
-        """Which service is reported as away, this one or a service it needs, and since when (Unix
-        time)."""
-        return self._presence.away
+        self._presence = Presence(name, tell, unreachable)
 
     async def __aenter__(self) -> Client:
         return self
@@ -106,6 +100,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
+        self._presence.forget()
         await self.poller.close()
         await self._http.aclose()
 
@@ -312,12 +307,11 @@ class Client:
     async def _call(self, ask: _Ask, retry: Retry, result: type[M]) -> M:
         """Does what `retry` says until there is a result."""
         request = self._request(ask)
-        watch = _Watch(self.name, f"{ask.method} {ask.path}", request.headers["x-request-id"])
         action: Send | Poll | GiveUp = Send()
         while True:
             try:
                 async with asyncio.timeout(retry.left_s(time.monotonic())):
-                    response = await self._answer(action, request, retry, watch)
+                    response = await self._answer(action, request, retry)
             except TimeoutError as error:
                 raise retry.late().error from error
             except httpx.RequestError as error:
@@ -330,16 +324,15 @@ class Client:
                     action = retry.accepted(response.headers["location"], time.monotonic())
                     continue
                 problem = self._error(response)
-            if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
-                who = HUB if problem.code == "hub_away" else None
-                await self._presence.missed(retry.sent_at, problem.detail, who)
-            action = retry.failed(problem, time.monotonic())
+            asked_at, action = retry.sent_at, retry.failed(problem, time.monotonic())
             if isinstance(action, GiveUp):
                 raise action.error
-            watch.waits_for("a service", reason=problem.detail)
+            if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
+                who = HUB if problem.code == "hub_away" else None
+                await self._presence.missed(asked_at, problem.detail, who)
 
     async def _answer(
-        self, action: Send | Poll, request: httpx.Request, retry: Retry, watch: _Watch
+        self, action: Send | Poll, request: httpx.Request, retry: Retry
     ) -> httpx.Response:
         """Returns the answer to the request, or the result of the operation once it has ended."""
         if action.pause_s:
@@ -348,8 +341,7 @@ class Client:
             response = await send_following(self._http, request)
         else:
             try:
-                while not await self.poller.ended(action.location, watch.report_in_s()):
-                    watch.waits_for("an operation")
+                await self.poller.ended(action.location)
             finally:
                 retry.heard(self.poller.heard_at)
             async with self._fetching:
@@ -419,24 +411,3 @@ class _Chunks:
     async def __aiter__(self) -> AsyncGenerator[bytes]:
         for start in range(0, len(self._data), CHUNK_BYTES):
             yield bytes(self._data[start : start + CHUNK_BYTES])
-
-
-class _Watch:
-    """Logs what a call waits for, after `FIRST_REPORT_S` seconds and then every `REPORT_S`. The log
-    line's `service` is the caller."""
-
-    def __init__(self, service: str, operation: str, request_id: str) -> None:
-        self._names = {"waits_for": service, "to": operation, "request_id": request_id}
-        self._start = time.monotonic()
-        self._report_at = self._start + FIRST_REPORT_S
-
-    def waits_for(self, what: str, **reason: str) -> None:
-        """Logs it, as a warning if there is a reason."""
-        now = time.monotonic()
-        if now >= self._report_at:
-            self._report_at = now + REPORT_S
-            log = get_logger().warning if reason else get_logger().info
-            log(f"waiting for {what}", **self._names, **reason, seconds=round(now - self._start))
-
-    def report_in_s(self) -> float:
-        return max(self._report_at - time.monotonic(), 0.0)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from shared.errors import HoneError, Unavailable
+from shared.host.logs import get_logger
 from shared.http import codec
 from shared.http.urls import is_direct
 from shared.wire import WAIT_PATH, WaitRequest, WaitResult
@@ -112,42 +113,43 @@ async def no_notify(_message: str, _away: bool) -> None:
 
 class Presence:
     """Tracks one service. It does not answer if there is no connection, or it says that it cannot
-    work now."""
+    work now. After `AWAY_S` seconds that is logged and told, once, as is its return; in between
+    `unreachable` has it, with the Unix time since when."""
 
-    def __init__(self, service: str, tell: Tell) -> None:
+    def __init__(
+        self, service: str, tell: Tell, unreachable: dict[str, float] | None = None
+    ) -> None:
         self._service = self._who = f"the {service} service"
         self._tell = tell
         self._since: float | None = None
-        self._told = False
-
-    @property
-    def away(self) -> tuple[str, float] | None:
-        """The service reported as away, and since when (Unix time); None if it is not away."""
-        if self._since is None or not self._told:
-            return None
-        return self._who, time.time() - (time.monotonic() - self._since)
+        self._unreachable = dict[str, float]() if unreachable is None else unreachable
 
     async def missed(self, asked_at: float, reason: str, who: str | None = None) -> None:
         """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why. `who` is
         the service that is really away, if the called service waits for another one."""
         if (who or self._service) != self._who:
-            self._since, self._told, self._who = None, False, who or self._service
+            self.forget()
+            self._who = who or self._service
         self._since = asked_at if self._since is None else self._since
         away_s = time.monotonic() - self._since
-        if self._told or away_s < AWAY_S:
+        if self._who in self._unreachable or away_s < AWAY_S:
             return
-        self._told = True
-        clock = _clock(time.time() - away_s)
-        message = f"{self._who} is unreachable since {clock} UTC: {reason}; waiting for it"
+        self._unreachable[self._who] = at = time.time() - away_s
+        message = f"{self._who} is unreachable since {_clock(at)} UTC: {reason}; waiting for it"
+        get_logger().warning("service unreachable", waits_for=self._who, reason=reason)
         await self._tell(message, True)
 
     async def heard(self) -> None:
         """Notes that the service answered."""
-        since, told = self._since, self._told
-        self._since, self._told = None, False
-        if since is not None and told:
-            away_s = round(time.monotonic() - since)
+        if (at := self.forget()) is not None:
+            away_s = round(time.time() - at)
+            get_logger().warning("service back", waits_for=self._who, seconds=away_s)
             await self._tell(f"{self._who} is back after {away_s} s", False)
+
+    def forget(self) -> float | None:
+        """Ends an absence. Returns since when it was reported (Unix time); None: it was not."""
+        self._since = None
+        return self._unreachable.pop(self._who, None)
 
 
 GATHER_S = 0.02
@@ -176,18 +178,14 @@ class Poller:
         self.busy_below: Callable[[], int | None] = lambda: None
         self.heard: Callable[[int], None] = lambda _: None
 
-    async def ended(self, location: str, timeout_s: float) -> bool:
-        """Returns True once the caller should ask for the operation at `location`, False after
-        `timeout_s` seconds."""
+    async def ended(self, location: str) -> None:
+        """Returns once the caller should ask for the operation at `location`."""
         id = location.rpartition("/")[2]
         woken = self._waiting.setdefault(id, asyncio.Event())
         if id not in self._asked:
             self._ask_soon(id)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await woken.wait()
-        except TimeoutError:
-            return False
+            await woken.wait()
         finally:
             if self._waiting.get(id) is woken:
                 del self._waiting[id]

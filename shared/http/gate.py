@@ -35,7 +35,7 @@ from shared.errors import (
 )
 from shared.host.logs import get_logger
 from shared.http import codec
-from shared.http.operations import LINES, OPEN_PATHS, DrainState
+from shared.http.operations import OPEN_PATHS, DrainState
 from shared.http.ownership import HEADER, Ownership, asking, requester_of
 from shared.http.rendering import MOST_WEIGHT, problem
 from shared.http.urls import is_loopback
@@ -67,8 +67,6 @@ READING = ("GET", "HEAD")
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
 """The API key of the current request; None: it has HONE_TOKEN, or needs no token."""
-
-STREAMS = (b"text/event-stream", LINES.encode())
 
 
 class RequestMetrics:
@@ -335,7 +333,7 @@ def _check_single(names: list[str]) -> None:
 
 def _is_stream(start: Message) -> bool:
     headers = dict(start.get("headers", []))
-    return headers.get(b"content-type", b"").startswith(STREAMS)
+    return headers.get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 HEADERS_S = 10.0

@@ -7,14 +7,13 @@ key, so a repeated request tries again.
 
 Beside it are the routes for a service's own state and draining, the time between SIGTERM and the
 service's end, in which waiting callers are told at once that their work will not be finished; and
-answers in pieces: lines of JSON, one for each result, and files, whole or by range.
+files, whole or by range.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import re
@@ -24,10 +23,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
@@ -37,8 +36,10 @@ from starlette.types import Receive, Scope, Send
 from shared.errors import Conflict, Failed, HoneError, Malformed, NotFound, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.http import codec, rendering
+from shared.http import rendering
 from shared.wire import Dependency, Health, Readiness, VersionInfo, WaitRequest, WaitResult
+
+T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version"})
 """Paths that need no token. Only the sampler has `/health`, as vLLM's server does."""
@@ -236,7 +237,7 @@ class Operations:
         Raises the work's own HoneError, or Unavailable as soon as the service drains. `gone` ends
         when the client goes away; if it ends first, the work is cancelled.
         """
-        ended = await wait_until_any(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
+        ended = await first_of([operation.task], self._draining.wait(), gone, timeout_s=wait_s)
         if not operation.task.done() and self._draining.has_begun():
             raise self._draining.error()
         if not operation.task.done() and ended:
@@ -310,13 +311,10 @@ class Operations:
 
 
 @contextlib.asynccontextmanager
-async def failing_as(
-    name: str, deadline_s: float, left_s: float | None = None
-) -> AsyncGenerator[None]:
-    """Turns any exception of the block into a HoneError that names the operation. The work has
-    `left_s` of the operation's `deadline_s` seconds; None: all of them."""
+async def failing_as(name: str, deadline_s: float) -> AsyncGenerator[None]:
+    """Turns any exception of the block into a HoneError that names the operation."""
     try:
-        async with asyncio.timeout(deadline_s if left_s is None else max(left_s, 0.0)):
+        async with asyncio.timeout(deadline_s):
             yield
     except TimeoutError as error:
         raise Failed(
@@ -333,22 +331,13 @@ def client_disconnected(name: str) -> Failed:
     return Failed(f"{name} was ended: its client went away")
 
 
-async def wait_until_any(
-    work: asyncio.Task[Any],
-    *ends: Coroutine[Any, Any, None] | None,
-    timeout_s: float | None = None,
-) -> bool:
-    """Waits until the work or any of `ends` is done, or the time is over. Returns whether one of
-    `ends` was done. `ends` are then cancelled, the work is not."""
-    return await first_of([work], *ends, timeout_s=timeout_s)
-
-
 async def first_of(
     work: Iterable[asyncio.Task[Any]],
     *ends: Coroutine[Any, Any, None] | None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Like `wait_until_any`, but waits until any of several tasks is done."""
+    """Waits until one of the tasks or of `ends` is done, or the time is over. Returns whether one
+    of `ends` was done. `ends` are then cancelled, the tasks are not."""
     watches = [asyncio.create_task(end) for end in ends if end is not None]
     try:
         await asyncio.wait(
@@ -370,50 +359,18 @@ async def _until_below(busy: Callable[[], int], limit: int, told: int | None) ->
         await asyncio.sleep(BUSY_CHECK_S)
 
 
-LINES = "application/x-ndjson"
-
-
-async def answer(
-    results: AsyncGenerator[BaseModel],
-    request: Request,
-    name: str,
-    deadline_s: float,
-    draining: DrainState,
-) -> StreamingResponse:
-    """Returns the response that streams the `results` of the operation `name`.
-
-    The work ends when the client goes away, or when the service ends and breaks the response off.
-    Raises an error before the first result, so that it has its own status; a later error is a
-    problem document as the last line.
-    """
-    end = time.monotonic() + deadline_s
-
-    async def next_line() -> bytes | None:
-        async with failing_as(name, deadline_s, end - time.monotonic()):
-            result = await anext(results, None)
-        return None if result is None else codec.encode(result) + b"\n"
-
-    begun = asyncio.create_task(next_line())
-    await wait_until_any(begun, draining.wait(), client_gone(request))
-    if not begun.done():
-        begun.cancel()
-        await asyncio.wait({begun})
-        if draining.has_begun():
-            raise draining.error()
-        raise client_disconnected(name)
-    first = begun.result()
-
-    async def lines() -> AsyncGenerator[bytes]:
-        async with contextlib.aclosing(results):
-            try:
-                line = first
-                while line is not None:
-                    yield line
-                    line = await next_line()
-            except HoneError as error:
-                yield json.dumps(error.problem()).encode() + b"\n"
-
-    return StreamingResponse(lines(), media_type=LINES)
+async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
+    """Returns the result of the work, which ends if the request's client goes away before. Then
+    raises Failed."""
+    task = asyncio.create_task(work)
+    try:
+        await first_of([task], client_gone(request))
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if task.cancelled():
+        raise client_disconnected(f"{request.method} {request.url.path}")
+    return task.result()
 
 
 async def client_gone(request: Request) -> None:

@@ -7,11 +7,9 @@ operations.
     service.operation("POST", "/score", score)
     service.run(port)
 
-A body is JSON or msgpack by its Content-Type, the answer by Accept; a client that accepts
-`application/x-ndjson` gets an operation that can be streamed as a line of JSON for each result.
-Without a token the service answers only requests addressed to this machine (the Host header), so
-that no web page can reach it through a name it controls. It takes no change from a web page of
-another origin (gate.py).
+A body is JSON or msgpack by its Content-Type, the answer by Accept. Without a token the service
+answers only requests addressed to this machine (the Host header), so that no web page can reach it
+through a name it controls. It takes no change from a web page of another origin (gate.py).
 """
 
 from __future__ import annotations
@@ -113,7 +111,6 @@ class Service:
         handler: Callable[[Any], Awaitable[BaseModel]],
         *,
         key: Callable[[Any], str] | None = None,
-        stream: Callable[[Any], AsyncGenerator[BaseModel]] | None = None,
         cancellable: bool = False,
         durable: bool = False,
         parameters: bool = False,
@@ -123,12 +120,11 @@ class Service:
         `key(body)` (the natural key) or the request's Idempotency-Key; with neither, each request
         has a new key.
 
-        `stream` yields the same results one by one; it runs for each request that accepts NDJSON,
-        and ends with the request. `cancellable`: an operation without a key, waited for by a plain
-        request, also ends with the request, because no one can ask for it again. A `durable`
-        handler remembers the result of `request_key` itself, and is called each time. With
-        `parameters` the body's fields may be query parameters, in place of a body.
-        `dependencies` are the route's; they refuse a request before its operation starts.
+        `cancellable`: an operation without a key, waited for by a plain request, ends with the
+        request, because no one can ask for it again. A `durable` handler remembers the result of
+        `request_key` itself, and is called each time. With `parameters` the body's fields may be
+        query parameters, in place of a body. `dependencies` are the route's; they refuse a request
+        before its operation starts.
         """
         hints = get_type_hints(handler, include_extras=True)
         result_type = hints.pop("return")
@@ -142,11 +138,6 @@ class Service:
                 data, kind = rendering.body_of_parameters(request, data), codec.JSON
             most = rendering.most_weight(request)
             body = await rendering.parse_body(len(data), codec.decode, body_type, data, kind, most)
-            if stream is not None and operations.LINES in request.headers.get("accept", ""):
-                deadline_s = self.settings.operation_deadline_s
-                return await operations.answer(
-                    stream(body), request, name, deadline_s, self.draining
-                )
             given = key(body) if key else request.headers.get("idempotency-key")
             given = given and scope_key(given)
             request_key.set(given)

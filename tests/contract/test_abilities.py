@@ -16,7 +16,7 @@ import pytest
 
 from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.seams import Environment
 from shared.errors import BadRequest
 from shared.host.processes import free_port

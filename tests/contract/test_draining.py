@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -99,7 +98,7 @@ class Served:
     def __init__(self, settings: Settings) -> None:
         self.events: list[str] = []
         self.service = Service("trainer", settings)
-        self.service.operation("POST", "/checkpoints", self._work, stream=self._stream)
+        self.service.operation("POST", "/checkpoints", self._work)
         self.service.app.get("/slow")(self._slow)
         self.service.app.get("/events")(self._events)
         self.server = self.service.server(0)
@@ -123,10 +122,6 @@ class Served:
         finally:
             self.events.append("cancelled")
         raise AssertionError
-
-    async def _stream(self, request: CheckpointRequest) -> AsyncGenerator[Checkpoint]:
-        yield Checkpoint(step=request.step, path="/x", size_bytes=1)
-        yield await self._work(request)
 
     async def _slow(self) -> dict[str, str]:
         self.events.append("slow")
@@ -194,21 +189,6 @@ async def test_an_event_stream_ends_at_once_and_not_as_if_complete(settings: Set
                     assert line in ("data: tick", "")
                     served.server.should_exit = True
         assert time.monotonic() - start < 10
-
-
-async def test_lines_of_results_end_at_once_and_not_as_if_complete(settings: Settings) -> None:
-    served = Served(settings)
-    async with served.running(), served.http() as http:
-        headers = {"accept": "application/x-ndjson"}
-        lines: list[dict[str, object]] = []
-        with pytest.raises(httpx.RemoteProtocolError):
-            async with http.stream("POST", "/checkpoints", json=BODY, headers=headers) as response:
-                async for line in response.aiter_lines():
-                    lines.append(json.loads(line))
-                    await until(lambda: served.events == ["working"])
-                    served.server.should_exit = True
-    assert [line["step"] for line in lines] == [3]
-    assert served.events == ["working", "cancelled"]
 
 
 async def test_nothing_new_is_begun_while_a_service_drains(settings: Settings) -> None:

@@ -140,7 +140,7 @@ def test_a_follower_hears_what_a_job_is_at_while_nothing_happens(
     here: Path, served: ServedStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "PROGRESS_S", 0.2)
-    monkeypatch.setattr(recovery, "LOOK_AT_LOADING_S", 0.2)
+    monkeypatch.setattr(recovery, "LOOK_AT_SERVICES_S", 0.2)
     heard: list[str] = []
     released = threading.Event()
     served.fakes.fault["model"] = until(released)

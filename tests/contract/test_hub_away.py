@@ -14,7 +14,7 @@ from services.orchestrator.jobs import check_executor
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import Preflight
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from shared.errors import BadRequest, Failed
 from shared.host.processes import free_port
 from shared.job import Job

@@ -72,7 +72,7 @@ async def test_a_refused_submission_is_answered_though_its_folder_cannot_be_remo
 async def test_what_a_job_needs_is_looked_at_on_a_disk_that_hangs(
     settings: Settings, store: Store, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs, "ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(needs, "ANSWERS_WITHIN_S", 1.0)
     async with FakeServices(settings).running(settings) as running:
         settings.runs_dir.mkdir(exist_ok=True)
         assert await store.check(settings.runs_dir) is None
@@ -82,8 +82,8 @@ async def test_what_a_job_needs_is_looked_at_on_a_disk_that_hangs(
         async with asyncio.timeout(60):
             missing = await looking.look()
     assert missing == (
-        f"folder {str(settings.runs_dir)!r} did not say within 0.2 s whether it has the jobs' run "
-        "folders; check HONE_RUNS_DIR and its disk"
+        f"folder {str(settings.runs_dir)!r} gave no answer within 1 s; check HONE_RUNS_DIR and "
+        "its disk"
     )
 
 

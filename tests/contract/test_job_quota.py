@@ -86,7 +86,7 @@ async def test_what_a_job_counts_from_its_submission_to_its_end(
     assert lease and lease.job_id == first
     assert await is_full(other), "a running job counts"
     raw = redis.from_url(redis_url)
-    await raw.delete(keys.UNENDED)  # as an older version left it
+    await raw.delete(keys.UNENDED)  # the lists are completed from the hashes
     await raw.aclose()
     assert not await is_full(other)
     await other.open()

@@ -15,6 +15,7 @@ import pytest
 from services.orchestrator.samplers import discovery, pool
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.samplers.syncing import prove
 from shared.settings import Settings
 from shared.wire import (
@@ -25,6 +26,7 @@ from shared.wire import (
     Sampling,
     WeightsRef,
 )
+from tests.support.job_records import JOB
 from tests.support.rollout_bench import FakeEngine, RolloutBench
 
 pytestmark = pytest.mark.slow
@@ -57,7 +59,7 @@ class Joining:
         self.urls: list[str] = []
         self._start, self.second.start = self.second.start, self._start_slow
         settings = Settings(rollout_url="registered")
-        self.pool = Pool(settings, self._tell, self._registered)
+        self.pool = Pool(Caller(JOB, settings, tell=self._tell), self._registered)
 
     async def _start_slow(self, spec: EngineSpec, folder: Path) -> FakeEngine:
         engine = await self._start(spec, folder)

@@ -304,7 +304,7 @@ async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
 async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "LOOK_AT_LOADING_S", 0.05)
+    monkeypatch.setattr(recovery, "LOOK_AT_SERVICES_S", 0.05)
 
     async def compiles(_: Any) -> None:
         stack.fakes.doing = "compiling DeepSpeed's cpu_adam"

@@ -236,7 +236,7 @@ async def test_a_job_that_waits_keeps_its_trainer_and_sampler_from_other_orchest
         hear(self)
 
     monkeypatch.setattr(ownership.Ownership, "hear", note)
-    monkeypatch.setattr(recovery, "LOOK_AT_IDLE_S", 0.05)
+    monkeypatch.setattr(recovery, "LOOK_AT_SERVICES_S", 0.05)
     stack, volume, away = outage.stack, tmp_path / "volume", tmp_path / "away"
 
     async def unmount(_: Any) -> None:

@@ -16,7 +16,7 @@ from services.orchestrator.jobs import attempt as run
 from services.orchestrator.jobs import worker
 from services.orchestrator.samplers import services as services_module
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.samplers.status import Caller
 from shared.errors import HoneError
 from shared.host.processes import free_port
 from shared.http import connecting
@@ -111,7 +111,7 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
         nobody = f"http://127.0.0.1:{free_port()}"
         where = running.model_copy(update={"reward_url": nobody})
         services = Services.of(Caller(job, where, tell=tell))
-        with services.pending.on("reward", "grading a group"):
+        with services.status.on("reward", "grading a group"):
             await services.look()
         assert told == [], "a job that waits for it would say so"
         await services.look()

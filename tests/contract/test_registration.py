@@ -17,6 +17,7 @@ from services.orchestrator.samplers import discovery
 from services.orchestrator.samplers import pool as pool_module
 from services.orchestrator.samplers.discovery import is_one_host, sampler_urls
 from services.orchestrator.samplers.pool import Pool as SamplerPool
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.store import registrations
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.leases import resource
@@ -26,7 +27,6 @@ from services.rollout.app import registered
 from shared.errors import BadRequest, Conflict, HoneError
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.connecting import no_notify
 from shared.http.operations import DrainState
 from shared.job import Job
 from shared.settings import Settings
@@ -40,6 +40,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_samplers import FakeSampler, pool_of
+from tests.support.job_records import JOB
 from tests.support.orchestrator_stack import orchestrator_client
 from tests.support.pool_stack import Pool, pool_stack
 from tests.support.rollout_bench import RolloutBench
@@ -466,7 +467,7 @@ async def test_while_redis_is_away_the_samplers_are_those_of_before(
             return [fake.url]
 
         settings = settings.model_copy(update={"rollout_url": "registered"})
-        samplers = SamplerPool(settings, no_notify, urls)
+        samplers = SamplerPool(Caller(JOB, settings), urls)
         await samplers.open(ModelRequest(model="m"))
         while len(asked) < 4:
             await asyncio.sleep(0.01)

@@ -385,31 +385,21 @@ async def test_a_service_that_takes_connections_and_never_answers_is_given_up(
     assert 2 <= asked <= 4
 
 
-async def test_a_long_wait_names_who_is_waited_for_and_for_what(
+async def test_the_log_says_once_that_a_service_is_unreachable_and_once_that_it_is_back(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.http.client.WAIT_S", 0)
-    monkeypatch.setattr("shared.http.client.FIRST_REPORT_S", 0.1)
+    monkeypatch.setattr("shared.http.connecting.AWAY_S", 0.1)
     counter = Counter(settings)
-    counter.seconds = 0.3
-    pair = {"waits_for": "trainer", "to": "POST /checkpoints", "seconds": 0}
+    counter.error = Unavailable("starting")
+    asked = asyncio.create_task(call(counter.client()))
     with structlog.testing.capture_logs() as logs:
-        await call(counter.client())
-        counter.error, counter.seconds = Unavailable("starting"), 0.0
-        with pytest.raises(Unavailable):
-            await call(counter.client(patience_s=0.5))
-    waits = [line for line in logs if line["event"].startswith("waiting for")]
-    assert all(line.pop("request_id") for line in waits)
-    assert waits[0] == {"event": "waiting for an operation", "log_level": "info"} | pair
-    assert (
-        waits[-1]
-        == {
-            "event": "waiting for a service",
-            "log_level": "warning",
-            "reason": "starting",
-        }
-        | pair
-    )
+        await asyncio.sleep(1.0)
+        counter.error = None
+        await asked
+    gone, back = [line for line in logs if "waits_for" in line]
+    trainer = {"log_level": "warning", "waits_for": "the trainer service"}
+    assert gone == {"event": "service unreachable", "reason": "starting"} | trainer
+    assert back == {"event": "service back", "seconds": back["seconds"]} | trainer
 
 
 async def test_what_a_proxy_answers_is_retried(settings: Settings) -> None:

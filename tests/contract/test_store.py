@@ -462,26 +462,6 @@ async def test_a_paused_job_has_the_code_of_its_reason_until_it_is_resumed(store
     assert (await store.cancel(job_id)).pause_reason is None
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        ("paused on request", "requested"),
-        ("preempted: its program sent nothing for 10 s", "preempted"),
-        ("put away: its program sent nothing for 10 s", "preempted"),
-        ("the disk is full", "error"),
-    ],
-)
-async def test_a_pause_that_an_older_version_stored_has_the_code_of_its_sentence(
-    store: Store, raw: Any, error: str, reason: str
-) -> None:
-    job_id = await submit(store)
-    await store.pause(job_id)
-    await raw.hdel(keys.job(job_id), "pause_reason")
-    await raw.hset(keys.job(job_id), "error", error)
-    assert (await store.get(job_id)).pause_reason == reason
-    assert (await store.state(job_id)).pause_reason == reason
-
-
 async def test_a_job_that_was_to_be_cancelled_is_not_paused_instead(store: Store, raw: Any) -> None:
     job_id = await submit(store)
     await take(store)
@@ -861,24 +841,6 @@ async def test_a_page_may_begin_after_the_id_of_a_job_that_is_gone(
     for wrong in ("demo-1", f"{new}:x", f"{new}:", ":1", "demo", "é"):
         with pytest.raises(NotFound, match="to list jobs after"):
             await store.list(wrong, 9)
-
-
-async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
-    store: Store, raw: Any
-) -> None:
-    file = uploaded("a")
-    job_id = await submit(
-        store, metadata={"team": "math"}, request={"model": "m"}, data=DataSpec(train=file.id)
-    )
-    await raw.hdel(keys.job(job_id), "model", "metadata", "openai", "files")
-    await store.open()
-    wanted = JobFilter(metadata={"team": "math"}, openai=True)
-    (listed,) = (await store.list(None, 10, wanted)).jobs
-    assert (listed.id, listed.model, listed.metadata) == (job_id, JOB.model, {"team": "math"})
-    with pytest.raises(
-        Conflict, match=f"file '{file.id}' is in use by job '{job_id}', which is que"
-    ):
-        await store.removals.add(file)
 
 
 async def test_a_file_is_removed_or_submitted_with_but_not_both(store: Store) -> None:

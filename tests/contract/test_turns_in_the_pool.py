@@ -12,11 +12,12 @@ import pytest
 from services.orchestrator.samplers import pool as pool_module
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
-from shared.http.connecting import no_notify
+from services.orchestrator.samplers.status import Caller
 from shared.http.service import request_key
 from shared.settings import Settings
 from shared.wire import FolderWeights, GenerateRequest, ModelRequest, Sampling, WeightsRef
 from tests.support.fake_samplers import FakeSampler, pool_of
+from tests.support.job_records import JOB
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ async def _proven(*_: Any) -> None:
 async def pool(settings: Settings) -> AsyncGenerator[Conversing]:
     async with pool_of(2, settings, max_num_seqs=2) as fakes:
         urls = ",".join(fake.url for fake in fakes)
-        samplers = Pool(settings.model_copy(update={"rollout_url": urls}), no_notify)
+        samplers = Pool(Caller(JOB, settings.model_copy(update={"rollout_url": urls})))
         await samplers.open(ModelRequest(**WHO, model="m"))
         pool = Conversing(samplers, fakes)
         await pool.push()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy import pages
+
 ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
@@ -36,6 +38,21 @@ BETWEEN_EXTENSIONS = {
     ("page", "diagnosis"),  # `hone view` shows findings
 }
 """Which extension may import which other."""
+
+
+BETWEEN_CORE_ROOMS = {
+    ("api", "jobs"),  # checks a job, and grades what is stored
+    ("api", "data"),  # uploaded files, and a model's tokenizer
+    ("api", "store"),
+    ("jobs", "grpo"),
+    ("jobs", "samplers"),
+    ("jobs", "data"),
+    ("jobs", "store"),
+    ("grpo", "samplers"),
+    ("grpo", "data"),
+    ("grpo", "store"),  # batches, and groups as they are finished
+}
+"""Which room of the orchestrator's core may import which other: at most ten arrows between six."""
 
 
 def files(folder: str) -> list[Path]:
@@ -79,6 +96,16 @@ def test_the_pipeline_is_read_with_at_most_50_files_of_9000_lines() -> None:
             found.add(path)
             waiting += [other for name in imported(path) if (other := path_of(name))]
     assert len(found) <= 50 and num_lines([*found]) <= 9_000
+
+
+def test_a_core_room_imports_no_other_but_those_that_are_named() -> None:
+    used = set[tuple[str, str]]()
+    for path, room in pages.imports():
+        own = path.relative_to(pages.ORCHESTRATOR).parts[0]
+        if own != "extensions":
+            assert (own, room) in BETWEEN_CORE_ROOMS, f"{path} imports {room}"
+            used.add((own, room))
+    assert used == BETWEEN_CORE_ROOMS, "remove the pairs that no longer import each other"
 
 
 def test_an_extension_imports_no_other_but_those_that_are_named() -> None:

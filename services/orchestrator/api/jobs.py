@@ -12,21 +12,22 @@ from fastapi import Query, Request
 
 from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.data.hub import named_model_folder
-from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job
+from services.orchestrator.jobs.preflight import (
+    Preflight,
+    Submissions,
+    check_held_out,
+    check_job,
+)
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import JobFilter, Readable
-from services.orchestrator.store.records import Submission, find_runs
+from services.orchestrator.store.records import find_runs
 from services.orchestrator.store.run_folders import (
-    accept,
     cancel,
     cancel_if_active,
     check_allowed,
-    complete_submission,
 )
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict
 from shared.http import rendering
 from shared.http.gate import scope_key
@@ -71,11 +72,11 @@ METADATA: dict[str, Any] = {
 
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
+    service: Service, settings: Settings, store: Store, submissions: Submissions
 ) -> None:
-    _add_submitting(service, settings, store, runs, checks)
+    _add_submitting(service, settings, submissions)
     add_reading(service, store)
-    _add_changing(service, settings, store, checks)
+    _add_changing(service, settings, store, submissions.checks)
 
     async def recover(_: NoBody) -> Recovered:
         """Makes a record for every run folder without one: a job that had ended has ended the same
@@ -88,29 +89,13 @@ def add_routes(
     service.operation("POST", "/v1/recover", recover, dependencies=[TOKEN_ONLY])
 
 
-def _add_submitting(
-    service: Service, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
-) -> None:
+def _add_submitting(service: Service, settings: Settings, submissions: Submissions) -> None:
+    store, checks = submissions.store, submissions.checks
+
     async def submit(request: SubmitRequest) -> CreatedResource[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
         If its Idempotency-Key was used for this job before: 200, and the present record."""
-        key = request_key.get()
-        if known := await complete_submission(store, request.job, key):
-            return CreatedResource[JobRecord](
-                body=known, location=f"/v1/jobs/{known.id}", is_new=False
-            )
-        await runs.check()
-        checked = await check_job(request.job, store, checks)
-        submission = Submission(
-            with_steps(request.job, checked.data.num_train),
-            settings.runs_dir,
-            key,
-            checked.data.versions,
-            asked=request.job,
-            warnings=tuple(checked.warnings),
-        )
-        record = await accept(store, submission)
-        is_new = record.id == submission.id
+        record, is_new = await submissions.submit(request.job, request_key.get())
         return CreatedResource[JobRecord](
             body=record, location=f"/v1/jobs/{record.id}", is_new=is_new
         )
@@ -124,7 +109,7 @@ def _add_submitting(
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         checked = await check_job(request.job, store, checks, shows=True)
-        job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
+        job, online = checked.completed, checks.hub_away is None
         plan_of = partial(_planned, settings=settings, online=online)
         return await asyncio.to_thread(_dry_run, job, checked, plan_of)
 

@@ -1,5 +1,5 @@
 """A job's stored rollouts: of a step, of an evaluation, by group, of one problem over the steps; in
-detail with messages, tokens and log-probs."""
+detail with messages, tokens and log-probs; and graded by other rewards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from fastapi.responses import Response
 
 from services.orchestrator.api.history import MAX_STEP, Step
 from services.orchestrator.data.choosing import reader_of
-from services.orchestrator.grpo.advantages import batch_advantages
-from services.orchestrator.grpo.examples import of_all_tokens
+from services.orchestrator.jobs.rollouts import graded, regrade
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Readable
+from services.orchestrator.store.store import Store
 from shared.http import rendering
 from shared.http.rendering import render
 from shared.http.service import Service
 from shared.job import Job
+from shared.settings import Settings
 from shared.templates import PromptReader, TokenizerUnavailable
 from shared.wire import (
     Batch,
@@ -36,6 +37,8 @@ from shared.wire import (
     Message,
     ProblemHistory,
     ProblemStep,
+    RegradeReport,
+    RegradeRequest,
     Rollout,
     RolloutDetail,
     RolloutGroup,
@@ -67,6 +70,28 @@ LOOK_S = 2.0
 def add_routes(service: Service, store: Readable) -> None:
     _add_rollouts(service, store)
     _add_groups(service, store)
+
+
+def add_regrading(service: Service, settings: Settings, store: Store) -> None:
+    given = rendering.answers(RegradeReport) | rendering.accepted()
+
+    @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
+    async def regrade_job(job_id: str, request: Request) -> Response:
+        """Grades stored rollouts by other rewards and returns the differences. Nothing is written
+        to the run."""
+        body = await rendering.read_body(request, RegradeRequest)
+        record = await store.get(job_id)
+        folder = RunFolder(Path(record.run_dir))
+        key = request.headers.get("idempotency-key")
+        operation = service.operations.start(
+            lambda: regrade(body, record.job, folder, settings),
+            f"regrade {job_id} {key}" if key else None,
+            body.model_dump_json(),
+            f"regrading {job_id}",
+        )
+        return await service.answer(operation, request)
+
+    service.body(RegradeRequest, "POST", "/v1/jobs/{job_id}/regrade")
 
 
 def _add_rollouts(service: Service, store: Readable) -> None:
@@ -158,29 +183,6 @@ def _add_groups(service: Service, store: Readable) -> None:
         return await asyncio.to_thread(
             history_of, RunFolder(Path(record.run_dir)), record.job, index, before, limit
         )
-
-
-def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
-    """Returns the batch's `[P*G]` rollouts with their verdicts and advantages."""
-    advantages_PG = batch_advantages(batch, job)
-    return tuple(
-        GradedRollout(
-            prompt_index=prompt.index,
-            prompt=prompt.content,
-            completion=rollout.text,
-            finish_reason=rollout.finish_reason,
-            versions=rollout.versions,
-            reward=score.value,
-            parts=score.parts,
-            advantage=of_all_tokens(advantage),
-            turn_advantages=advantage if isinstance(advantage, tuple) else (),
-            forked=tuple(branch.because for branch in rollout.branches),
-        )
-        for prompt, group, scores, advantages in zip(
-            batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True
-        )
-        for rollout, score, advantage in zip(group.rollouts, scores, advantages, strict=True)
-    )
 
 
 def rollout_details(

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from fastapi import Path
 
 from services.orchestrator.api.access import TOKEN_ONLY
-from services.orchestrator.jobs.needs import ASKED
-from services.orchestrator.samplers.discovery import sampler_urls
+from services.orchestrator.jobs.needs import ASKED, ServiceName, services_of
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
 from shared.http.connecting import client_options
@@ -32,7 +31,6 @@ from shared.wire import (
     Unregistered,
 )
 
-Name = Literal["trainer", "rollout", "reward"]
 Replica = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$")]
 
 FRESH_S = 2.0
@@ -88,14 +86,9 @@ class Stack:
             return self._found
 
     async def _look(self) -> ServiceList:
-        settings = self._settings
-        samplers = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
+        services = await services_of(self._settings, self._store)
         before = {one.url: one.answered_at for one in self._found.services}
-        found = await asyncio.gather(
-            *(_look("trainer", url, settings) for url in settings.trainer_urls),
-            *(_look("rollout", url, settings) for url in samplers),
-            _look("reward", settings.reward_url, settings),
-        )
+        found = await asyncio.gather(*(_look(*service, self._settings) for service in services))
         return ServiceList(
             services=tuple(
                 one.model_copy(update={"answered_at": one.answered_at or before.get(one.url)})
@@ -104,7 +97,7 @@ class Stack:
         )
 
 
-async def _look(name: Name, url: str, settings: Settings) -> ServiceState:
+async def _look(name: ServiceName, url: str, settings: Settings) -> ServiceState:
     """Returns what the service says now."""
     state, error = None, None
     gauges: dict[str, float] = {}

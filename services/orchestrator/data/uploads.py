@@ -256,7 +256,7 @@ def _size_of(content: BinaryIO) -> int:
 
 def _size_and_key(folder: Path) -> tuple[int, str]:
     """Returns the size of a file in bytes, 0 if it was removed since, and the API key that uploaded
-    it: "" for HONE_TOKEN, and if an older version stored it."""
+    it: "" for HONE_TOKEN."""
     size, key = 0, ""
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(folder):

@@ -238,7 +238,7 @@ class Batches:
             return scores
         scores = with_teacher_of(before, scores)
         what = "asking the teacher"
-        with self.services.pending.on("teacher", what), tracing.span(what):
+        with self.services.status.on("teacher", what), tracing.span(what):
             return await teacher.score(group, scores, alone=not self.job.rewards)
 
 

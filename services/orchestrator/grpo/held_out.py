@@ -313,15 +313,14 @@ class Scores(Wire):
 
 @dataclass
 class Comparison:
-    """The comparison in one attempt at the job. `tell` is called with a line that says what the
-    comparison does. Call `begin` first; then `evaluate` what is `next`, until that is None."""
+    """The comparison in one attempt at the job. Call `begin` first; then `evaluate` what is `next`,
+    until that is None."""
 
     job: Job
     sets: Sequence[HeldOut]
     services: Services
     folder: RunFolder
     journal: Journal
-    tell: Callable[[str], None]
     _found: dict[str, Scores] = field(default_factory=dict[str, Scores], init=False)
     _prompts: dict[str, tuple[Prompt, ...]] = field(
         default_factory=dict[str, tuple[Prompt, ...]], init=False
@@ -346,7 +345,7 @@ class Comparison:
         await self._load(model)
         name = held_out.name
         if name not in self._prompts:
-            with self.services.pending.on("data", "reading the prompts"):
+            with self.services.status.on("data", "reading the prompts"):
                 self._prompts[name] = await asyncio.to_thread(held_out.prompts)
         known = (each for each in self.sets if self._key(model, each) in self._found)
         num_known, num_done = sum(len(each.problems) for each in known), itertools.count()
@@ -354,7 +353,7 @@ class Comparison:
 
         def tell() -> None:
             done = f"{num_known + next(num_done)} of {total} problems"
-            self.tell(f"evaluating {self._named(model)}: {done}")
+            self.services.status.begin(f"evaluating {self._named(model)}: {done}")
 
         tell()
         sampling = self.job.sampling.model_copy(update={"repeatable": True})
@@ -412,7 +411,7 @@ class Comparison:
     async def _load(self, model: EvaluatedModel) -> None:
         if self._loaded == model:
             return
-        self.tell(f"loading {self._named(model)} into the samplers")
+        self.services.status.begin(f"loading {self._named(model)} into the samplers")
         await self.journal.log(f"loading {self._named(model)} into the samplers")
         self.services.new_epoch()
         await self.services.samplers.serve_own_weights(model)

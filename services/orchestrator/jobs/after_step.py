@@ -83,7 +83,7 @@ class AfterStep:
     _record_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.services.pending.busy_s)
+        self._clock = StepClock(self.services.status.busy_s)
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""
@@ -196,7 +196,7 @@ class AfterStep:
             return {}
         start = time.monotonic()
         if not serves:  # a budget ended the job between two syncs
-            await sync_weights(self.services, self.folder, self.job, version, self.journal)
+            await sync_weights(self.services, self.folder, version, self.journal)
         metrics: dict[str, float] = {}
         if self.job.trains_without_sampling:
             with tracing.span("eval", version=version):

@@ -30,10 +30,9 @@ from services.orchestrator.jobs.needs import Dependencies
 from services.orchestrator.jobs.preflight import AcceptedData, Preflight
 from services.orchestrator.jobs.recovery import Recovery, keep_looking
 from services.orchestrator.jobs.results import Spending, summarize, summarize_evaluation
-from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.status import Caller, watch
 from services.orchestrator.samplers.syncing import sync_weights
-from services.orchestrator.samplers.waits import Caller, watch
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions, Program
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
@@ -98,8 +97,8 @@ class Attempt:
         self._after: AfterStep | None = None
         self._began = 0.0
         self._trying: asyncio.Task[None] | None = None
-        self.status = AttemptStatus(self._services.pending, self._services.away)
-        own = record, settings, self._services, self._folder, self._journal, self.status
+        self.status = caller.status
+        own = record, settings, self._services, self._folder, self._journal
         self._recovery = Recovery(*own, needs, lease.tries)
 
     async def run(self) -> Outcome:
@@ -171,10 +170,12 @@ class Attempt:
         """Trains or evaluates. Watches meanwhile whether the services are there and the job
         moves."""
         services = self._services
-        pool, tell = services.samplers.pool, self._journal.stalled
-        services.pending.progress_at = time.monotonic()
+        tell = self._journal.aside
+        self.status.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
-        watching = asyncio.create_task(watch(services.pending, STALL_S, pool.under_way, tell))
+        watching = asyncio.create_task(
+            watch(self.status, STALL_S, services.samplers.pool.under_way, tell)
+        )
         looking = asyncio.create_task(keep_looking(services))
         noting = asyncio.create_task(self._spending.keep_noted())
         try:
@@ -259,8 +260,8 @@ class Attempt:
     async def _evaluate(self, after: AfterStep) -> dict[str, Any]:
         """Evaluates the models of a job of 0 steps. Each model's scores on a held-out set count as
         a step: new ones reset the count of recoveries."""
-        sets, tell = after.prompts.sets, self.status.begin
-        comparison = Comparison(self._job, sets, self._services, self._folder, self._journal, tell)
+        sets = after.prompts.sets
+        comparison = Comparison(self._job, sets, self._services, self._folder, self._journal)
         recovery = self._recovery
         recovery.furthest = max(recovery.furthest, await comparison.begin())
         while (asked := comparison.next) is not None:
@@ -319,7 +320,7 @@ class Attempt:
         await preflight.run("settings")
         spent = await self._spending.begin(preflight.price)
         self.status.begin("checking data and rewards", "the model is loaded")
-        with self._services.pending.on("data", "reading the prompts"):
+        with self.status.on("data", "reading the prompts"):
             await preflight.run("data")
         await preflight.run("services")
         prompts = preflight.data.prompts
@@ -359,7 +360,7 @@ class Attempt:
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         services, folder, pushed = self._services, self._folder, None
         if self._job.is_pushed:
-            pushed = self._extensions.source_of(folder.path, services.pending)
+            pushed = self._extensions.source_of(folder.path, self.status)
         batches = Batches(
             self._record.id,
             self._job,
@@ -371,7 +372,6 @@ class Attempt:
         )
 
         async def sync(step: int) -> float | None:
-            synced = await sync_weights(services, folder, self._job, step, self._journal)
-            return synced.moved
+            return (await sync_weights(services, folder, step, self._journal)).moved
 
         return Pipeline(self._job, batches, services.trainer, sync, folder)

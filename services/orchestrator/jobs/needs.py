@@ -8,12 +8,13 @@ import asyncio
 import socket
 import time
 from pathlib import Path
+from typing import Literal
 
 from services.orchestrator.data.sources import files_of
 from services.orchestrator.samplers.discovery import no_sampler, sampler_urls
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import ANSWERS_WITHIN_S, RunsDirCheck
+from services.orchestrator.writable import ANSWERS_WITHIN_S, why_not_writable
 from shared.errors import HoneError
 from shared.host.logs import get_logger
 from shared.host.processes import BoundedProbe
@@ -29,13 +30,26 @@ ANSWER_S = 5.0
 LOOK_AT_NEEDS_S = 2.0
 """Seconds between two checks of the needs of jobs while the trainer is free."""
 
-ASKED: dict[str, tuple[str, type[TrainerState] | type[ServingWeights] | type[VersionInfo]]] = {
+ServiceName = Literal["trainer", "rollout", "reward"]
+Answer = TrainerState | ServingWeights | VersionInfo
+
+ASKED: dict[ServiceName, tuple[str, type[Answer]]] = {
     "trainer": ("/state", TrainerState),
     "rollout": ("/weights", ServingWeights),
     "reward": ("/version", VersionInfo),
 }
 """The request that shows whether a service is there. Trainer and sampler also say whether another
 orchestrator has them."""
+
+
+async def services_of(settings: Settings, store: Store) -> list[tuple[ServiceName, str]]:
+    """Returns the name and URL of each service: trainers, samplers, and the reward service."""
+    samplers = await sampler_urls(settings.rollout_urls, store.samplers.urls)
+    return [
+        *(("trainer", url) for url in settings.trainer_urls),
+        *(("rollout", url) for url in samplers),
+        ("reward", settings.reward_url),
+    ]
 
 
 class Dependencies:
@@ -51,8 +65,7 @@ class Dependencies:
         self.name = f"{self.trainer}/{socket.gethostname()}"
         self.missing: str | None = None
         self.checked_at: float | None = None
-        self._writable = RunsDirCheck(settings.runs_dir)
-        self._mounted = BoundedProbe[str | None](ANSWERS_WITHIN_S)
+        self._folder = BoundedProbe[str | None](ANSWERS_WITHIN_S)
 
     async def ready(self) -> bool:
         """Returns whether nothing was missing, as of at most two seconds ago."""
@@ -78,29 +91,25 @@ class Dependencies:
         return missing
 
     async def _find_missing(self) -> str | None:
-        settings = self._settings
-        urls = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
-        trainer, reward, folder, *samplers = await asyncio.gather(
-            self._away("trainer", settings.trainer_url),
-            self._away("reward", settings.reward_url),
-            self._folder_away(),
-            *(self._away("rollout", url) for url in urls),
-        )
+        services = await services_of(self._settings, self._store)
+        asked = (self._away(name, url) for name, url in services)
+        folder, trainer, *samplers, reward = await asyncio.gather(self._folder_away(), *asked)
         rollout = None if None in samplers else "; ".join(filter(None, samplers))
         if not samplers:
-            rollout = no_sampler(settings)
+            rollout = no_sampler(self._settings)
         return "; ".join(filter(None, (trainer, rollout, reward, folder))) or None
 
     async def _folder_away(self) -> str | None:
         runs_dir = self._settings.runs_dir
         late = (
-            f"folder {str(runs_dir)!r} did not say within {ANSWERS_WITHIN_S:g} s whether it has "
-            "the jobs' run folders; check HONE_RUNS_DIR and its disk"
+            f"folder {str(runs_dir)!r} gave no answer within {ANSWERS_WITHIN_S:g} s; check "
+            "HONE_RUNS_DIR and its disk"
         )
-        why = await self._writable.why_not()
-        return why or await self._mounted.at(lambda: self._store.unmounted(runs_dir), late)
+        return await self._folder.at(
+            lambda: why_not_writable(runs_dir) or self._store.unmounted(runs_dir), late
+        )
 
-    async def _away(self, name: str, url: str) -> str | None:
+    async def _away(self, name: ServiceName, url: str) -> str | None:
         """Returns why no job can use the service: it does not answer, or is taken. None if a job
         can."""
         token = self._settings.bearer()

@@ -18,7 +18,7 @@ from services.orchestrator.data.sources import fetch, source_requests
 from services.orchestrator.data.tables import ArrowTable, notes_of
 from services.orchestrator.errors import CheckFailed, CheckNeeds
 from services.orchestrator.grpo.advantages import outcomes
-from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
+from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts, with_steps
 from services.orchestrator.grpo.supervised import sft_examples
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.prompt_checks import check_rows, counted
@@ -26,9 +26,16 @@ from services.orchestrator.jobs.results import Price
 from services.orchestrator.samplers.clients import Trial
 from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
-from services.orchestrator.store.run_folders import check_allowed, check_start
+from services.orchestrator.samplers.status import Caller
+from services.orchestrator.store.records import Submission
+from services.orchestrator.store.run_folders import (
+    accept,
+    check_allowed,
+    check_start,
+    complete_submission,
+)
 from services.orchestrator.store.store import Store
+from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.explain import sentences
 from shared.job import SYNC_METHODS, Job
@@ -43,7 +50,7 @@ from shared.weights.model_folder import (
     cpu_limit,
     read_config,
 )
-from shared.wire import CreateFineTuningJob, PreviewedPrompt, Prompt, PromptLengths
+from shared.wire import CreateFineTuningJob, JobRecord, PreviewedPrompt, Prompt, PromptLengths
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,11 @@ class Preflight:
     trial: Trial | None = None
     price: Price | None = None
 
+    @property
+    def completed(self) -> Job:
+        """The job with the number of steps that its data comes to, if it names epochs."""
+        return with_steps(self.job, self.data.num_train)
+
     async def run(self, *needs: CheckNeeds) -> None:
         """Runs the checks with these `needs`, in order. Raises HoneError for the first fault; at
         the start of an attempt CheckFailed, for decisions.py. A service that could not check a
@@ -145,6 +157,39 @@ async def check_job(
         return run
     finally:
         await services.close()
+
+
+class Submissions:
+    """Where jobs are submitted to a `store`: `checks` checks them, and an accepted job is on disk,
+    below the folder of `runs`."""
+
+    def __init__(self, store: Store, checks: CheckExecutor, runs: RunsDirCheck) -> None:
+        self.store, self.checks, self._runs = store, checks, runs
+
+    async def submit(
+        self,
+        job: Job,
+        key: str | None,
+        complete: Callable[[Preflight], Job] = lambda checked: checked.completed,
+    ) -> tuple[JobRecord, bool]:
+        """Returns the record of a job, and whether it is new: not if its idempotency `key` was used
+        for it before. `complete` returns the job that is run, with the keys that follow from what
+        was `checked`. Raises as `check_job` and `accept`, and Unavailable if the folder of runs
+        cannot be written."""
+        if known := await complete_submission(self.store, job, key):
+            return known, False
+        await self._runs.check()
+        checked = await check_job(job, self.store, self.checks)
+        submission = Submission(
+            complete(checked),
+            self.checks.settings.runs_dir,
+            key,
+            checked.data.versions,
+            asked=job,
+            warnings=tuple(checked.warnings),
+        )
+        record = await accept(self.store, submission)
+        return record, record.id == submission.id
 
 
 # --- by the job and the settings alone

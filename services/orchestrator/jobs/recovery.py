@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable
 
 from services.orchestrator.jobs.decisions import (
     LIMITS,
@@ -17,7 +15,6 @@ from services.orchestrator.jobs.decisions import (
     decide,
 )
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
-from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.store.connection import StoreUnavailable
@@ -31,14 +28,11 @@ from shared.host.logs import get_logger
 from shared.settings import Settings
 from shared.wire import JobRecord, TrainerState
 
-LOOK_AT_IDLE_S = 2.0
-"""Seconds between two checks that idle services are there."""
+LOOK_AT_SERVICES_S = 2.0
+"""Seconds between two looks at the job's services."""
 
 LOOK_AT_MISSING_S = 2.0
 """Seconds between two checks whether missing needs are back."""
-
-LOOK_AT_LOADING_S = 2.0
-"""Seconds between two questions to trainer and sampler: what do you do, while you load?"""
 
 
 class Recovery:
@@ -52,13 +46,12 @@ class Recovery:
         services: Services,
         folder: RunFolder,
         journal: Journal,
-        status: AttemptStatus,
         needs: Dependencies,
         tries: int,
     ) -> None:
         self._record, self._settings = record, settings
         self._services, self._folder = services, folder
-        self._journal, self._status = journal, status
+        self._journal, self._status = journal, services.status
         self._needs, self._data = needs, DataFiles(record.job, settings)
         self.furthest = record.step
         self._num_recoveries = record.recoveries
@@ -78,15 +71,14 @@ class Recovery:
 
     async def _load(self) -> TrainerState:
         self._services.new_epoch()
-        self._status.begin("loading the model", "its weights go to the sampler")
+        self._status.begin("loading the model", "its weights go to the sampler", loads=True)
         await self._journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
         if self._restarts is not None and state.restarts > self._restarts and state.last_failure:
             await self._journal.warn(f"the trainer was started again: {state.last_failure}")
         self._restarts = state.restarts
         self._status.begin("bringing the weights to the sampler", f"step {state.step + 1}")
-        job = self._record.job
-        await sync_weights(self._services, self._folder, job, state.step, self._journal)
+        await sync_weights(self._services, self._folder, state.step, self._journal)
         await self._journal.loaded(state, self.furthest)
         return state
 
@@ -95,40 +87,15 @@ class Recovery:
         on the same GPU: while it starts it measures free memory, and would count memory that the
         trainer takes meanwhile as its own."""
         in_turn = self._settings.colocate or (await self._services.trainer.state()).gpu is not None
-        watching = asyncio.create_task(self._watch())
-        try:
-            if in_turn:
-                await self._services.samplers.load_model()
-                await self._services.samplers.free_gpu()
-                return await self._services.trainer.load_job()
-            state, _ = await gather_all(
-                [self._services.trainer.load_job(), self._services.samplers.load_model()]
-            )
-            assert state is not None, "the first is the trainer's"
-            return state
-        finally:
-            await stop(watching)
-
-    async def _watch(self) -> None:
-        """Reports in the job's events what takes trainer and sampler long."""
-
-        async def trainer_doing() -> str | None:
-            return (await self._services.trainer.state()).doing
-
-        await asyncio.gather(
-            self._watch_one("trainer", trainer_doing),
-            self._watch_one("sampler", self._services.samplers.doing),
+        if in_turn:
+            await self._services.samplers.load_model()
+            await self._services.samplers.free_gpu()
+            return await self._services.trainer.load_job()
+        state, _ = await gather_all(
+            [self._services.trainer.load_job(), self._services.samplers.load_model()]
         )
-
-    async def _watch_one(self, service: str, ask: Callable[[], Awaitable[str | None]]) -> None:
-        """Ignores errors: the watched call meets the same error, and decides about it."""
-        while True:
-            await asyncio.sleep(LOOK_AT_LOADING_S)
-            with contextlib.suppress(HoneError):
-                doing, said = await ask(), self._status.details.get(service)
-                if doing and doing != said:
-                    await self._journal.log(f"the {service} is {doing}")
-                self._status.details |= {service: doing} if doing else {}
+        assert state is not None, "the first is the trainer's"
+        return state
 
     def note_progress(self, step: int) -> None:
         """Resets the count of recoveries once the job has done a new step."""
@@ -186,7 +153,7 @@ class Recovery:
         )
         if self._stuck_since is None:  # grading's wait for the reward service counts
             now = time.time()
-            waited_s = now - (self._services.reward.away_since or now)
+            waited_s = now - self._status.unreachable.get("the reward service", now)
             self._stuck_since = time.monotonic() - waited_s
         if outcome := await self._until_ready(decision.why):
             return outcome
@@ -235,7 +202,7 @@ def _is_folder_gone(error: Exception) -> bool:
 
 
 async def keep_looking(services: Services) -> None:
-    """Checks again and again that the idle services are there."""
+    """Looks at the services again and again."""
     while True:
-        await asyncio.sleep(LOOK_AT_IDLE_S)
+        await asyncio.sleep(LOOK_AT_SERVICES_S)
         await services.look()

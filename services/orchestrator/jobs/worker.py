@@ -18,7 +18,7 @@ import time
 from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
-from services.orchestrator.jobs.status import AttemptStatus
+from services.orchestrator.samplers.status import AttemptStatus
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
@@ -132,7 +132,6 @@ class Worker:
                 if self._lease:
                     await self._work(self._lease, asked_at)
             except Unavailable as error:
-                get_logger().warning("queue unavailable", reason=error.detail)
                 await self._redis.missed(asked_at, error.detail)
                 self._leave_others()
                 await asyncio.sleep(PAUSE_S)
@@ -152,15 +151,11 @@ class Worker:
     async def leave(self) -> None:
         """Gives back the lease of cancelled work, so that another worker need not wait until it
         expires."""
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await self._store.halt(lease, None)
-                await note_end(self._store, lease.job_id)
-        except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
-            get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+                await self._give_back()
+        except (StoreEmptied, Unavailable, TimeoutError) as error:
+            get_logger().warning("lease not given back", reason=repr(error))
 
     async def _is_next_held(self) -> bool:
         """Returns whether the data of the next job is unreachable. Then the other queued jobs go
@@ -232,9 +227,7 @@ class Worker:
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:
-        """Logs that Redis is unreachable or back. An event tells followers of the running or next
-        job that it is back."""
-        get_logger().warning("Redis is unreachable" if away else "Redis is back", reason=message)
+        """Tells followers of the running or next job that Redis is back."""
         self._news = None if away else message
         await self._say_news()
 

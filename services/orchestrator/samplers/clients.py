@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from services.orchestrator.samplers.status import Caller, tracks_call
 from services.orchestrator.samplers.transport import client_to
-from services.orchestrator.samplers.waits import Caller, tracks_call
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -75,9 +75,7 @@ class TrainerClient:
 
     def __init__(self, caller: Caller, free_gpu: Callable[[], Awaitable[None]]) -> None:
         self.caller = caller
-        self.client = client_to(
-            "trainer", caller.settings.trainer_url, caller.settings, caller.tell, caller.headers
-        )
+        self.client = client_to("trainer", caller.settings.trainer_url, caller)
         self.gpu: str | None = None
         self.memory_space: str | None = None
         self._free_gpu = free_gpu
@@ -188,14 +186,8 @@ class RewardClient:
 
     def __init__(self, caller: Caller, patience_s: float | None = None) -> None:
         self.caller = caller
-        self.client = client_to("reward", caller.settings.reward_url, caller.settings, caller.tell)
+        self.client = client_to("reward", caller.settings.reward_url, caller)
         self._patience_s = patience_s
-
-    @property
-    def away_since(self) -> float | None:
-        """Since when the reward service, or what it needs, is unreachable (Unix time); None: it is
-        not."""
-        return self.client.away[1] if self.client.away else None
 
     @tracks_call("reward", "grading a group", "grade")
     async def score(

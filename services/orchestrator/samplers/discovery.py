@@ -13,7 +13,6 @@ from services.orchestrator.samplers.transport import transport_to
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.connecting import Tell
 from shared.http.urls import REGISTERED, is_loopback
 from shared.job import Job
 from shared.settings import Settings
@@ -21,9 +20,6 @@ from shared.wire import VersionInfo
 
 DISCOVER_S = 5.0
 """How often a pool looks for samplers that came or left."""
-
-FIRST_S = 0.25
-"""How often a pool without any sampler looks for a first one."""
 
 Registered = Callable[[], Awaitable[Sequence[str]]]
 """Returns the URLs of the samplers that are registered now."""
@@ -70,20 +66,13 @@ class Discovery:
     def is_due(self) -> bool:
         return time.monotonic() >= self._look_at
 
-    async def some(self, tell: Tell) -> tuple[str, ...]:
-        """Returns the URLs of all samplers, once there is one. Raises Unavailable if none comes,
-        and StoreUnavailable while Redis is unreachable."""
-        end = time.monotonic() + self._settings.patience_s
-        none = no_sampler(self._settings)
-        is_said = False
-        while not (urls := await self._look()):
-            if time.monotonic() > end:
-                raise Unavailable(none)
-            if not is_said:
-                await tell(f"waiting for a first sampler: {none}", True)
-            is_said = True
-            await asyncio.sleep(FIRST_S)
-        return urls
+    async def some(self) -> tuple[str, ...]:
+        """Returns the URLs of all samplers. Raises Unavailable if there is none, for which the job
+        then waits as for anything that it needs, and StoreUnavailable while Redis is
+        unreachable."""
+        if urls := await self._look():
+            return urls
+        raise Unavailable(no_sampler(self._settings))
 
     async def now(self) -> tuple[str, ...] | None:
         """Returns the URLs of all samplers. None: the pool keeps the samplers that it has, because

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.samplers.admission import (
@@ -28,15 +28,14 @@ from services.orchestrator.samplers.admission import (
 )
 from services.orchestrator.samplers.discovery import Discovery, Registered, none_registered
 from services.orchestrator.samplers.sampler import NOT_HERE, Length, Push, Sampler
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.samplers.transport import client_to
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.connecting import Tell, no_notify
 from shared.job import SyncMethod
-from shared.settings import Settings
 from shared.wire import (
     AbortRequest,
     GenerateRequest,
@@ -70,19 +69,12 @@ prompt that ends every engine must not take the whole pool along again and again
 class Pool:
     """All samplers of one job, by URL, whether up or away. `open` begins an epoch, `push` makes all
     serve a version. `given_up` has the ways to move weights that a sampler could not take, so that
-    "auto" does not try them again. `headers` go with each request."""
+    "auto" does not try them again."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        tell: Tell,
-        registered: Registered = none_registered,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._settings = settings
-        self._tell = tell
-        self._headers = headers
-        self._discovery = Discovery(settings, registered)
+    def __init__(self, caller: Caller, registered: Registered = none_registered) -> None:
+        self._caller = caller
+        self._settings, self._tell = caller.settings, caller.tell
+        self._discovery = Discovery(caller.settings, registered)
         self._length = Length()
         self._queue = Queue()
         self._affinity = PrefixAffinity()
@@ -103,7 +95,7 @@ class Pool:
         for sampler in self.samplers.values():
             sampler.end("the job is loaded again")
             sampler.by_files = False
-        self._update(await self._discovery.some(self._tell))
+        self._update(await self._discovery.some())
         await self._first_up()
         with tracing.detached():  # it lives longer than what it is begun in
             self._keeper = asyncio.create_task(self._keep())
@@ -343,10 +335,8 @@ class Pool:
     def _new(self, url: str, *, alone: bool) -> Sampler:
         """Returns a sampler that was not asked yet. Of several, the pool says itself which is
         unreachable."""
-        tell = self._tell if alone else no_notify
-        sampler = Sampler(
-            client_to("rollout", url, self._settings, tell, self._headers), self._length
-        )
+        client = client_to("rollout", url, self._caller, reports=alone)
+        sampler = Sampler(client, self._length)
 
         def hear(busy: int) -> None:
             sampler.hear(busy)

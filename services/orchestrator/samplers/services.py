@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from services.orchestrator.samplers.discovery import (
 )
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
-from services.orchestrator.samplers.waits import Caller, PendingCalls, tracks_call
+from services.orchestrator.samplers.status import AttemptStatus, Caller, tracks_call
 from services.orchestrator.seams import NO_EXTENSIONS, Environment, Extensions, Teacher
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
@@ -41,12 +41,13 @@ from shared.wire import (
     ServingWeights,
     SleepRequest,
     ToolChoice,
+    TrainerState,
     VersionInfo,
 )
 from shared.wire.packed import TokenIds
 
 PRESENCE_DEADLINE_S = 15.0
-"""Seconds that an idle service has to answer the question whether it is there."""
+"""Seconds that a service has to answer the question whether it is there, or what it does."""
 
 VERSION_DEADLINE_S = 5.0
 
@@ -73,7 +74,7 @@ class JobSamplers:
 
     def __init__(self, caller: Caller, registered: Registered = none_registered) -> None:
         self.caller = caller
-        self.pool = Pool(caller.settings, caller.tell, registered, caller.headers)
+        self.pool = Pool(caller, registered)
         self._registered = registered
         self.sync_method: SyncMethod | None = None
         self.published: Published | None = None
@@ -120,10 +121,9 @@ class JobSamplers:
         urls = await sampler_urls(self.caller.settings.rollout_urls, self._registered)
         await check_parsers(urls, self.caller.settings)
 
-    async def doing(self) -> str | None:
-        """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
-        deadline_s = PRESENCE_DEADLINE_S
-        return (await self.pool.one().get("/weights", ServingWeights, deadline_s=deadline_s)).doing
+    async def state(self, deadline_s: float) -> ServingWeights:
+        """Returns what a sampler says of itself."""
+        return await self.pool.one().get("/weights", ServingWeights, deadline_s=deadline_s)
 
     @tracks_call("rollout", "sampling a group", "generate")
     async def sample(
@@ -263,14 +263,13 @@ class JobSamplers:
 
 @dataclass(frozen=True, eq=False)
 class Services:
-    """The services of one attempt at a job; `close` ends the connections. `pending` says what is
-    under way. `environment` is what conversations act in."""
+    """The services of one attempt at a job; `close` ends the connections. `environment` is what
+    conversations act in."""
 
     caller: Caller
     trainer: TrainerClient
     reward: RewardClient
     samplers: JobSamplers
-    pending: PendingCalls
     teacher: Teacher | None
     environment: Environment | None
     extensions: Extensions
@@ -304,11 +303,14 @@ class Services:
             TrainerClient(caller, samplers.free_gpu),
             reward,
             samplers,
-            caller.pending,
             teacher,
             environment,
             extensions,
         )
+
+    @property
+    def status(self) -> AttemptStatus:
+        return self.caller.status
 
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""
@@ -331,11 +333,11 @@ class Services:
         on one of the first few `prompts`, the teacher has another vocabulary, or the environment
         does not work."""
         if self.teacher:
-            with self.pending.on("teacher", "comparing the vocabularies"):
+            with self.status.on("teacher", "comparing the vocabularies"):
                 await self.teacher.check(self.caller.job)
         await self.reward.validate(columns, prompts)
         if self.environment:
-            with self.pending.on("reward", "checking the environment"):
+            with self.status.on("reward", "checking the environment"):
                 await self._validate_environment(self.environment, prompts[0])
 
     async def _validate_environment(self, environment: Environment, prompt: Prompt) -> None:
@@ -352,34 +354,35 @@ class Services:
         if found.tools:
             await self.samplers.check_parsers()
 
-    def away(self) -> dict[str, float]:
-        """Returns the unreachable services, and since when (Unix time)."""
-        clients = (
-            self.trainer.client,
-            self.reward.client,
-            *(sampler.client for sampler in self.samplers.pool.samplers.values()),
-        )
-        found: dict[str, float] = {}
-        for who, at in (client.away for client in clients if client.away):
-            found[who] = min(at, found.get(who, at))
-        return found
-
     async def look(self) -> None:
         """Asks each service without a call under way whether it is there, so that the job's events
         say within seconds which is unreachable. Of the other services the calls themselves say it,
-        and more reliably: a service that is still starting answers this question too. The client
-        reports errors, and the call that needs the service decides what follows."""
+        and more reliably: a service that is still starting answers this question too. While the job
+        is loaded, also asks trainer and sampler what they do. The client reports errors, and the
+        call that needs the service decides what follows."""
         clients = {
             "trainer": (self.trainer.client,),
             "reward": (self.reward.client,),
             "rollout": tuple(sampler.client for sampler in self.samplers.pool.up()),
         }
-        idle = clients.keys() - self.pending.services
+        idle = clients.keys() - self.status.services
         asked = (client for service in sorted(idle) for client in clients[service])
-        calls = (
+        calls: list[Awaitable[object]] = [
             client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
-        )
+        ]
+        if self.status.loads:
+            calls.append(self._note_doing("trainer", self.trainer.state))
+            calls.append(self._note_doing("sampler", self.samplers.state))
         await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _note_doing(
+        self, service: str, ask: Callable[[float], Awaitable[TrainerState | ServingWeights]]
+    ) -> None:
+        """Notes in the job's status, and says once in its events, what takes the service long."""
+        doing, details = (await ask(PRESENCE_DEADLINE_S)).doing, self.status.details
+        if doing and doing != details.get(service) and self.status.loads:
+            details[service] = doing
+            await self.caller.tell(f"the {service} is {doing}", False)
 
     async def abort(self) -> None:
         """Ends what the samplers have under way of this job, and lets another orchestrator have

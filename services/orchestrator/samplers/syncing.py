@@ -98,36 +98,36 @@ class SyncResult:
 
 
 async def sync_weights(
-    services: Services, log: SyncLog, job: Job, version: int, journal: Events
+    services: Services, log: SyncLog, version: int, journal: Events
 ) -> SyncResult:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary, and records it in the run folder. One sampler of several that does
     not is taken out of the pool. If none does, it is pushed again, by another method if there
     is one; then raises SyncFailed."""
-    synced = await _synced(services, job, version, journal)
+    synced = await _synced(services, version, journal)
     await write_despite_cancel(log.append_sync, synced.row())
     return synced
 
 
-async def _synced(services: Services, job: Job, version: int, journal: Events) -> SyncResult:
-    if job.weight_sync != "auto":
-        method = services.samplers.sync_method or job.weight_sync
-        return await _sync(services, job, version, method, journal)
+async def _synced(services: Services, version: int, journal: Events) -> SyncResult:
+    asked = services.caller.job.weight_sync
+    if asked != "auto":
+        return await _sync(services, version, services.samplers.sync_method or asked, journal)
     if services.samplers.sync_method in services.samplers.pool.given_up:
         services.samplers.sync_method = None
     if services.samplers.sync_method is None:
-        return await _find_way(services, job, version, journal)
-    return await _sync(services, job, version, services.samplers.sync_method, journal)
+        return await _find_way(services, version, journal)
+    return await _sync(services, version, services.samplers.sync_method, journal)
 
 
-async def _find_way(services: Services, job: Job, version: int, journal: Events) -> SyncResult:
+async def _find_way(services: Services, version: int, journal: Events) -> SyncResult:
     """The same by the first candidate that every sampler can take, which later versions go by."""
-    start = time.monotonic()
-    for method, why in candidates(job, gpus_of(services), one_host=services.samplers.one_host):
+    start, job, one_host = time.monotonic(), services.caller.job, services.samplers.one_host
+    for method, why in candidates(job, gpus_of(services), one_host=one_host):
         if method in services.samplers.pool.given_up:
             continue
         try:
-            synced = await _sync(services, job, version, method, journal)
+            synced = await _sync(services, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
@@ -206,32 +206,27 @@ def _from_gpu_to_gpu(gpus: Gpus) -> Candidate | None:
 
 
 async def _sync(
-    services: Services, job: Job, version: int, method: SyncMethod, journal: Events
+    services: Services, version: int, method: SyncMethod, journal: Events
 ) -> SyncResult:
     try:
-        return await _push(services, job, version, method, journal)
+        return await _push(services, version, method, journal)
     except SyncFailed as error:
-        if error.code in NOT_HERE and (_is_trial(services, job) or error.code != "not_met"):
+        if error.code in NOT_HERE and (_is_trial(services) or error.code != "not_met"):
             raise  # it would be the same the second time
         traits = SYNC_METHODS[method]
         other = traits.published_again or method
         how = "" if other == method else f' by "{other}"'
         if traits.is_given_up:
             services.samplers.pool.given_up.add(method)
-            services.samplers.sync_method = None if job.weight_sync == "auto" else other
+            is_auto = services.caller.job.weight_sync == "auto"
+            services.samplers.sync_method = None if is_auto else other
             how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
-        return await _push(services, job, version, other, journal, again=True)
+        return await _push(services, version, other, journal, again=True)
 
 
 async def _push(
-    services: Services,
-    job: Job,
-    version: int,
-    method: SyncMethod,
-    journal: Events,
-    *,
-    again: bool = False,
+    services: Services, version: int, method: SyncMethod, journal: Events, *, again: bool = False
 ) -> SyncResult:
     start = time.monotonic()
     published = await _published(services, version, method)
@@ -240,7 +235,8 @@ async def _push(
         if isinstance(published.root, SentWeights) and services.samplers.pool.want_files:
             await _write_files(fallback, journal)
         ref = await fallback() if again else published
-        push = Push(ref, fallback, prove, job.drain_before_sync, is_trial=_is_trial(services, job))
+        drains = services.caller.job.drain_before_sync
+        push = Push(ref, fallback, prove, drains, is_trial=_is_trial(services))
         answers = await services.samplers.push_weights(push)
     except SyncFailed:
         raise
@@ -260,8 +256,9 @@ async def _push(
     return SyncResult(published.root, answers, time.monotonic() - start, moved, rounding)
 
 
-def _is_trial(services: Services, job: Job) -> bool:
-    return job.weight_sync == "auto" and services.samplers.sync_method is None
+def _is_trial(services: Services) -> bool:
+    is_auto = services.caller.job.weight_sync == "auto"
+    return is_auto and services.samplers.sync_method is None
 
 
 async def _published(services: Services, version: int, method: SyncMethod) -> WeightsRef:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Generator
 from typing import cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -22,11 +22,11 @@ import httpx2 as httpx
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from services.orchestrator.samplers.status import Caller
 from shared.host.processes import run_in_thread
 from shared.http.client import Client
-from shared.http.connecting import Tell, ssl_context
+from shared.http.connecting import no_notify, ssl_context
 from shared.http.urls import is_direct
-from shared.settings import Settings
 
 MAX_CONNECTIONS = 256
 """Requests at a time; a further one waits for as long as it takes. They are counted here, because
@@ -54,19 +54,19 @@ def transport_to(url: str) -> Transport | None:
     return Transport(ssl_context())
 
 
-def client_to(
-    service: str, url: str, settings: Settings, tell: Tell, headers: Mapping[str, str] | None = None
-) -> Client:
-    """Returns the client of the service at `url`; `tell` hears when it is unreachable."""
+def client_to(service: str, url: str, caller: Caller, *, reports: bool = True) -> Client:
+    """Returns the caller's client of the service at `url`. If it `reports`, the job's events and
+    status say when the service is unreachable."""
     return Client(
         service,
         url,
-        token=settings.bearer(),
+        token=caller.settings.bearer(),
         binary=True,
-        patience_s=settings.patience_s,
-        tell=tell,
+        patience_s=caller.settings.patience_s,
+        tell=caller.tell if reports else no_notify,
+        unreachable=caller.status.unreachable if reports else None,
         transport=transport_to(url),
-        headers=headers,
+        headers=caller.headers,
     )
 
 

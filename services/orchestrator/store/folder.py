@@ -439,7 +439,7 @@ class RunFolder:
         self._note(NOTE, _json(note))
 
     def note(self) -> Note | None:
-        """Returns `record.json`; None in the folder of an older version of Hone."""
+        """Returns `record.json`; None if there is none."""
         path = self.path / NOTE
         return codec.decode_tolerantly(Note, path.read_bytes()) if path.exists() else None
 

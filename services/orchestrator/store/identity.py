@@ -127,7 +127,7 @@ async def rebuild(
     connection.accept(found)
     with_jobs = others(connection, runs_dir)
     jobs: dict[str, RecoveredJob] = {}
-    for run in sorted(runs, key=lambda run: -(run.finished_at or 0.0)):  # newest first
+    for run in sorted(runs, key=lambda run: -(run.note.finished_at or 0.0)):  # newest first
         if run.job is None:
             jobs[run.id] = RecoveredJob(id=run.id, problem=run.problem)
         elif other := with_jobs.get(run.redis or ""):
@@ -184,8 +184,9 @@ async def _rebuilt(
 
 def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
     goes_on = f"continues after step {run.step}" if run.step else "begins it"
-    key_left_s = int(run.created_at + key_ttl_s - time.time())
-    has_key = run.key and run.fingerprint and key_left_s > 0
+    note = run.note
+    key_left_s = int(note.created_at + key_ttl_s - time.time())
+    has_key = note.key and note.fingerprint and key_left_s > 0
     return {
         "id": run.id,
         "fields": recovered_fields(run, job),
@@ -193,7 +194,7 @@ def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
         "status": run.end,
         "error": run.error,
         "why": None if run.end else PAUSED.format(id=run.id, goes_on=goes_on),
-        "key": run.key if has_key else None,
-        "fingerprint": run.fingerprint,
+        "key": note.key if has_key else None,
+        "fingerprint": note.fingerprint,
         "key_left_s": key_left_s,
     }

@@ -43,10 +43,6 @@ class Journal:
         except (LeaseLost, StoreUnavailable) as error:
             get_logger().warning("not said to the job's followers", reason=str(error))
 
-    async def stalled(self, message: str, stalls: bool) -> None:
-        """Reports that the run stalls, or continues again."""
-        await (self.warn(message) if stalls else self.log(message))
-
     async def loaded(self, state: TrainerState, furthest: int) -> None:
         """Reports that the trainer has the job, which had done step `furthest` before."""
         ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"

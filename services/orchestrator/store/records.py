@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from services.orchestrator.store.folder import JOB, OF_SUBMISSION, SUBMITTED, Note, RunFolder
 from shared.errors import BadRequest, Failed, HoneError
@@ -22,7 +22,7 @@ from shared.http import codec
 from shared.http.gate import caller
 from shared.job import JOB_ID, UPLOADED, Job
 from shared.weights.folders import CHECKPOINTS, step_of
-from shared.wire import ApiKey, Checkpoint, Event, JobRecord, JobState, JobSummary, PauseReason
+from shared.wire import ApiKey, Checkpoint, Event, JobRecord, JobState, JobSummary
 
 SCHEMA = 1
 """Version of a job's hash. Readers ignore unknown fields."""
@@ -152,20 +152,9 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
 
 def _shown(fields: Mapping[str, str]) -> dict[str, str]:
     """Returns the fields: `doing` only for a running job, `pause_reason` only for a paused one."""
-    status = fields.get("status")
-    shown = {name: value for name, value in fields.items() if name not in ("doing", "pause_reason")}
-    if status == "running" and "doing" in fields:
-        shown["doing"] = fields["doing"]
-    if status == "paused":
-        shown["pause_reason"] = fields.get("pause_reason") or _reason_of(fields.get("error", ""))
-    return shown
-
-
-def _reason_of(error: str) -> PauseReason:
-    """Returns the code of a pause that an older version stored as a sentence only."""
-    if error == "paused on request":
-        return "requested"
-    return "preempted" if error.startswith(("preempted:", "put away")) else "error"
+    needed = {"doing": "running", "pause_reason": "paused"}
+    hidden = {name for name, status in needed.items() if fields.get("status") != status}
+    return {name: value for name, value in fields.items() if name not in hidden}
 
 
 def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
@@ -173,14 +162,9 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         **fields_of(job),
+        **run.note.model_dump(include={*OF_SUBMISSION, "finished_at"}),
         "id": run.id,
-        "created_at": run.created_at,
-        "key": run.key,
-        "fingerprint": run.fingerprint,
-        "submitted_by": run.submitted_by,
-        "weight": run.weight,
-        "finished_at": run.finished_at,
-        "submitted_ms": int(run.created_at * 1000),
+        "submitted_ms": int(run.note.created_at * 1000),
         "step": run.step,
         "furthest": run.step,
         "reward": run.reward,
@@ -272,31 +256,36 @@ End = Literal["succeeded", "failed", "cancelled"]
 WAS_DELETED = "was deleted; its run folder is left"
 
 
+UNKNOWN = Note(created_at=0.0, status="running")
+
+
 @dataclass(frozen=True)
 class FoundRun:
-    """A job's run folder. `job` None: `problem` says why no record can be made. `end` is how the
-    job ended, None if the folder says no end. A succeeded job has a `summary`. Times are Unix
-    seconds; `reward` is the last step's. `redis` is the identity of the job's Redis, if known.
-    `key`, `fingerprint`, `submitted_by` and `weight` are of its submission."""
+    """A job's run folder. `job` None: `problem` says why no record can be made. `note` says how the
+    job was submitted, and how it ended, if the folder says that. A succeeded job has a `summary`.
+    `reward` is the last step's. `redis` is the identity of the job's Redis, if known."""
 
     id: str
     path: Path
     job: Job | None = None
     redis: str | None = None
     problem: str | None = None
-    created_at: float = 0.0
-    finished_at: float | None = None
-    end: End | None = None
-    error: str | None = None
-    key: str | None = None
-    fingerprint: str | None = None
-    submitted_by: str | None = None
-    weight: float = 1.0
+    note: Note = UNKNOWN
     step: int = 0
     reward: float | None = None
     data: dict[str, str] = field(default_factory=dict[str, str])
     summary: dict[str, Any] | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])
+
+    @property
+    def end(self) -> End | None:
+        """How the job ended; None if the folder says no end."""
+        return cast(End, self.note.status) if self.note.has_ended else None
+
+    @property
+    def error(self) -> str | None:
+        """Why the job failed."""
+        return self.note.error if self.end else None
 
 
 NO_JOB = (
@@ -346,37 +335,34 @@ def find_run(folder: Path) -> FoundRun | None:
 def _read(path: Path) -> FoundRun:
     file, data, ended = (path / name for name in (JOB, "data.json", "summary.json"))
     try:
-        job = codec.decode_tolerantly(Job, file.read_bytes())
-        rows, note = RunFolder(path).metrics(), RunFolder(path).note()
+        job, folder = codec.decode_tolerantly(Job, file.read_bytes()), RunFolder(path)
+        rows = folder.metrics()
         summary = json.loads(ended.read_bytes()) if ended.exists() else None
         return FoundRun(
             id=path.name,
             path=path,
             job=job,
-            redis=RunFolder(path).redis(),
-            **_of_note(note, file, ended),
+            redis=folder.redis(),
+            note=_noted(folder, file, ended),
             step=rows[-1].step if rows else 0,
             reward=rows[-1].metrics.get("reward") if rows else None,
             data=json.loads(data.read_bytes()) if data.exists() else {},
             summary=summary,
-            checkpoints=list(_checkpoints(RunFolder(path).checkpoints)),
+            checkpoints=list(_checkpoints(folder.checkpoints)),
         )
     except (OSError, ValueError, KeyError, HoneError) as error:
         reason = error.detail if isinstance(error, HoneError) else f"{error!r}"
         return FoundRun(path.name, path, problem=f"{str(path)!r} cannot be read: {reason}")
 
 
-def _of_note(note: Note | None, job: Path, ended: Path) -> dict[str, Any]:
-    """Returns the note's fields. A job with a summary has succeeded. An older version of Hone left
-    no note; then the files' times count."""
-    known: dict[str, Any] = {}
-    if note and note.has_ended:
-        known = {"end": note.status, "error": note.error, "finished_at": note.finished_at}
-    elif ended.exists():
-        known = {"end": "succeeded", "finished_at": ended.stat().st_mtime}
-    if note is None:
-        return {**known, "created_at": job.stat().st_mtime}
-    return {**known, **note.model_dump(include=set(OF_SUBMISSION))}
+def _noted(folder: RunFolder, job: Path, ended: Path) -> Note:
+    """Returns the folder's note. A job with a summary has succeeded. For what is not noted, the
+    files' times count."""
+    note = folder.note() or Note(created_at=job.stat().st_mtime, status="running")
+    if note.has_ended or not ended.exists():
+        return note
+    succeeded = {"status": "succeeded", "finished_at": ended.stat().st_mtime}
+    return note.model_copy(update=succeeded)
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:

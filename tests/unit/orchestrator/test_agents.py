@@ -14,7 +14,7 @@ from services.orchestrator.extensions.agents import worker_episodes as agents
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import environment_failed, sample_group
-from services.orchestrator.samplers.waits import PendingCalls
+from services.orchestrator.samplers.status import AttemptStatus
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import make_job
@@ -77,7 +77,7 @@ class Around:
         self.opened: list[Session] = []
         self.told: list[str] = []
         self.conversations = asyncio.Semaphore(8)
-        self.pending = PendingCalls()
+        self.status = AttemptStatus()
         self.caller = self.samplers = self
 
     def open(self, services: Any, job: Job, **_: Any) -> Session:
@@ -316,7 +316,7 @@ def test_a_job_that_ends_takes_its_episodes_back() -> None:
         await asyncio.gather(task, return_exceptions=True)
         assert around.renew(one.id) == (one.id,) and around.opened[0].is_closed
         ask = LeaseEpisodes(worker="w1", num=2)
-        assert await around.episodes.lease(ask) == () and around.pending.is_idle
+        assert await around.episodes.lease(ask) == () and around.status.is_idle
 
     asyncio.run(ends())
 

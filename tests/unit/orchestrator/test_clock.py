@@ -7,7 +7,7 @@ import contextlib
 from services.orchestrator.grpo.batches import Stages
 from services.orchestrator.grpo.metrics import StepClock
 from services.orchestrator.grpo.pipeline import gap_s
-from services.orchestrator.samplers.waits import PendingCalls
+from services.orchestrator.samplers.status import AttemptStatus
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 def test_a_service_is_busy_while_anything_is_asked_of_it_however_much() -> None:
     clock = Clock()
-    waits = PendingCalls(clock)
+    waits = AttemptStatus(clock)
     clock.now += 3
     with waits.on("rollout", "sampling a group"):
         clock.now += 2
@@ -37,7 +37,7 @@ def test_a_service_is_busy_while_anything_is_asked_of_it_however_much() -> None:
 
 def test_steps_follow_each_other_without_a_gap_each_with_its_own_shares() -> None:
     clock = Clock()
-    waits = PendingCalls(clock)
+    waits = AttemptStatus(clock)
     with waits.on("rollout", "sampling a group"):
         clock.now += 7  # before the first step
         steps = StepClock(waits.busy_s, clock)

@@ -11,7 +11,7 @@ import pytest
 from services.orchestrator.jobs.after_step import AfterStep
 from services.orchestrator.jobs.decisions import Outcome, outcome_from_disk
 from services.orchestrator.jobs.results import JobUsage, Price
-from services.orchestrator.samplers.waits import PendingCalls
+from services.orchestrator.samplers.status import AttemptStatus
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.journal import Journal
@@ -58,7 +58,7 @@ async def test_no_more_ends_are_looked_for_once_redis_is_away(
 
 async def test_a_row_that_is_said_again_has_the_currency_of_its_cost() -> None:
     store, unused = Mock(report=AsyncMock()), cast(Any, Mock())
-    services = cast(Any, Mock(pending=PendingCalls()))
+    services = cast(Any, Mock(status=AttemptStatus()))
     journal = Journal(store, Lease("a", 1, "trainer", 30.0))
     spent = JobUsage([], price=Price(2.0, "EUR"))
     after = AfterStep(JOB, unused, services, unused, journal, unused, spent, unused)

@@ -13,7 +13,7 @@ from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.environments.conversation import Conversation, first_messages
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import environment_failed, sample_group
-from services.orchestrator.samplers.waits import PendingCalls
+from services.orchestrator.samplers.status import AttemptStatus
 from shared.errors import Conflict
 from shared.job import Job
 from shared.job.file import make_job
@@ -60,7 +60,7 @@ class Script:
         self.dropped: list[str] = []
         self.num_opened = 0
         self.conversations = asyncio.Semaphore(1)
-        self.environment, self.service, self.pending = self, "reward", PendingCalls()
+        self.environment, self.service, self.status = self, "reward", AttemptStatus()
         self.samplers = self
         self.extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
 

@@ -13,8 +13,8 @@ import pytest
 from services.orchestrator.samplers.admission import choose
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Sampler
+from services.orchestrator.samplers.status import Caller
 from shared.errors import Failed, HoneError, StateLost, Unavailable
-from shared.http.connecting import no_notify
 from shared.settings import Settings
 from shared.wire import (
     Aborted,
@@ -25,6 +25,7 @@ from shared.wire import (
     Sampling,
     TokenIds,
 )
+from tests.support.job_records import JOB
 
 BODY = GenerateRequest(
     job_id="demo-1", attempt=1, epoch=1, prompt="a", sampling=Sampling(n=4, max_tokens=2)
@@ -62,7 +63,7 @@ class Pair:
         clients: Any = [Asked(f"r{number}", answer) for number, answer in enumerate(answers)]
         self.clients: list[Asked] = clients
         self.first, self.second = (Sampler(client, up=True) for client in clients)
-        self.pool = Pool(Settings(generate_deadline_s=0.06), no_notify)
+        self.pool = Pool(Caller(JOB, Settings(generate_deadline_s=0.06)))
         self.pool.samplers = {each.url: each for each in (self.first, self.second)}
         self.unretrieved: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(

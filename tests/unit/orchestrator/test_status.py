@@ -1,23 +1,27 @@
-"""What a follower is told that an attempt is at, and the time that is left, by hand."""
+"""What a follower is told that an attempt is at, the time that is left, and who waits for whom in a
+sentence, and when it is said: by hand."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
-from services.orchestrator.jobs.status import AttemptStatus
-from services.orchestrator.samplers.waits import PendingCalls
+import pytest
+
+from services.orchestrator.samplers.status import AttemptStatus, watch
+from shared.errors import Failed
 
 
 def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:
-    now, away = 100.0, dict[str, float]()
-    waits = PendingCalls(lambda: now)
-    status = AttemptStatus(waits, lambda: away)
+    now = 100.0
+    status = AttemptStatus(lambda: now)
     assert status.line() == "beginning"
     status.begin("loading the model", "step 1")
-    with waits.on("rollout", "loading the model"):
+    with status.on("rollout", "loading the model"):
         now = 112.0
-        with waits.on("trainer", "loading the job"):
+        with status.on("trainer", "loading the job"):
             now = 115.0
             status.details["trainer"] = "compiling"
             assert status.line() == (
@@ -25,8 +29,8 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
                 "3 s; the trainer is compiling; then step 1"
             )
     status.begin("step 3 of 9")
-    with waits.on("rollout", "sampling a group"), waits.on("rollout", "sampling a group"):
-        at = away["the rollout service"] = time.time() - 25
+    with status.on("rollout", "sampling a group"), status.on("rollout", "sampling a group"):
+        at = status.unreachable["the rollout service"] = time.time() - 25
         line = status.line()
     clock = time.strftime("%H:%M:%S", time.gmtime(at))
     since = f"the rollout service is unreachable since {clock} UTC (25 s)"
@@ -35,7 +39,7 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
 
 
 def test_what_is_missing_has_been_missing_since_it_was_first_said() -> None:
-    status = AttemptStatus(PendingCalls())
+    status = AttemptStatus()
     status.begin("waiting for what it needs", missing="the reward service does not answer")
     first = status.line()
     assert first.startswith("waiting for what it needs since ") and first.endswith(" UTC (0 s)")
@@ -48,8 +52,8 @@ def test_what_is_missing_has_been_missing_since_it_was_first_said() -> None:
 
 
 def status_at(last: int, num_steps: int, *times: float) -> AttemptStatus:
-    clock: Callable[[], float] = iter(times).__next__
-    status = AttemptStatus(PendingCalls(), clock=clock)
+    clock: Callable[[], float] = iter([0.0, *times]).__next__
+    status = AttemptStatus(clock)
     status.begin_steps(last, num_steps)
     return status
 
@@ -65,3 +69,82 @@ def test_replayed_steps_are_no_measure() -> None:
     assert status.eta_s(1, replayed=True) is None and status.eta_s(2, replayed=True) is None
     assert status.eta_s(3, replayed=False) == 10.0 * 2
     assert status.eta_s(4, replayed=False) == 10.0 * 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_sentence_names_who_is_waited_for_and_what_each_did_last() -> None:
+    clock = Clock()
+    waits = AttemptStatus(clock)
+    with waits.on("trainer", "training a step"):
+        clock.now += 5
+    clock.now += 60
+    with contextlib.ExitStack() as under_way:
+        under_way.enter_context(waits.on("rollout", "sampling a group"))
+        clock.now += 10
+        with waits.on("reward", "grading a group"):
+            pass
+        for _ in range(2):
+            under_way.enter_context(waits.on("rollout", "sampling a group"))
+        clock.now += 240
+        assert waits.sentence({"http://a:1": 24, "http://b:1": 0}) == (
+            "no progress for 240 s: it waits for rollout (http://a:1 has 24 completions): "
+            "3 x sampling a group, the oldest for 250 s; last answered: "
+            "trainer training a step 310 s ago, reward grading a group 240 s ago"
+        )
+    assert waits.is_idle
+
+
+def test_what_failed_is_no_progress() -> None:
+    clock = Clock()
+    waits = AttemptStatus(clock)
+    clock.now += 7
+    with contextlib.suppress(ValueError), waits.on("trainer", "training a step"):
+        raise ValueError
+    assert (waits.stalled_s(), waits.is_idle) == (7, True)
+
+
+async def test_a_stall_is_told_once_and_its_end_too() -> None:
+    told: list[tuple[str, bool]] = []
+
+    async def tell(message: str, stalls: bool) -> None:
+        told.append((message, stalls))
+
+    waits = AttemptStatus()
+    watching = asyncio.create_task(watch(waits, 0.05, dict, tell))
+    for _ in range(2):
+        with waits.on("trainer", "training a step"):
+            await asyncio.sleep(0.3)
+        await asyncio.sleep(0.03)
+    watching.cancel()
+    assert [stalls for _, stalls in told] == [True, False, True, False]
+    assert told[0][0].startswith("no progress for 0 s: it waits for trainer: 1 x training a step")
+
+
+async def test_where_nothing_is_under_way_the_work_is_begun_again() -> None:
+    async def tell(*_: object) -> None:
+        raise AssertionError
+
+    with pytest.raises(Failed, match="no progress for 0 s: nothing is under way"):
+        await asyncio.wait_for(watch(AttemptStatus(), 0.05, dict, tell), 5)
+
+
+async def test_a_stall_that_was_told_and_whose_call_failed_begins_the_work_again() -> None:
+    told = asyncio.Event()
+
+    async def tell(_message: str, _stalls: bool) -> None:
+        told.set()
+
+    waits = AttemptStatus()
+    watching = asyncio.create_task(watch(waits, 0.05, dict, tell))
+    with contextlib.suppress(ValueError), waits.on("rollout", "sampling a group"):
+        await told.wait()
+        raise ValueError
+    with pytest.raises(Failed, match="nothing is under way"):
+        await asyncio.wait_for(watching, 60)

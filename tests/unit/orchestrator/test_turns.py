@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.orchestrator.api.rollouts import graded
 from services.orchestrator.extensions.environments.recording import branch, row_of
 from services.orchestrator.grpo.advantages import batch_advantages, has_signal, returns_of
 from services.orchestrator.grpo.examples import (
@@ -20,6 +19,7 @@ from services.orchestrator.grpo.examples import (
 )
 from services.orchestrator.grpo.groups import teaches
 from services.orchestrator.grpo.metrics import reward_metrics
+from services.orchestrator.jobs.rollouts import graded
 from services.reward.graders.own_code import environment_part
 from shared.errors import Failed
 from shared.http import codec

@@ -7,7 +7,6 @@ name a session is used with the stack's token.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import Request
@@ -20,7 +19,6 @@ from services.orchestrator.extensions.agents.responses import RESPONSES
 from services.orchestrator.extensions.agents.sessions import (
     KEY,
     MAX_BODY_BYTES,
-    Answer,
     Limits,
     Session,
     Sessions,
@@ -29,7 +27,7 @@ from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, rendering
 from shared.http.gate import AcceptedKeys, given_token
-from shared.http.operations import client_disconnected, client_gone, wait_until_any
+from shared.http.operations import unless_gone
 from shared.http.rendering import body_of, media_type, parse_body, render
 from shared.http.service import Service
 from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
@@ -100,7 +98,7 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
         key=request.headers.get("idempotency-key"),
         again=request.headers.get(RETRY, "0") != "0",
     )
-    answer = await _unless_gone(asyncio.create_task(turn), request)
+    answer = await unless_gone(turn, request)
     if body.get("stream"):
         return Response(dialect.stream(answer, body), media_type=STREAM)
     return JSONResponse(dialect.body(answer, body))
@@ -121,14 +119,6 @@ def _document(data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise BadRequest(f"the body is {document!r:.80}; expected an object")
     return document
-
-
-async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:
-    await wait_until_any(turn, client_gone(request))
-    if not turn.done():
-        turn.cancel()
-        raise client_disconnected(f"POST {request.url.path}")
-    return turn.result()
 
 
 def add_routes(service: Service, sessions: Sessions) -> None:

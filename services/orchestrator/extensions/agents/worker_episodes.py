@@ -146,9 +146,9 @@ class Episodes:
         """Returns the rollout of the worker that takes the episode. Raises LeaseReturned,
         WorkerDied, and EnvironmentFailed if the agent failed."""
         with self._offering(offer):
-            with services.pending.on("worker", "waiting for a worker to take an episode"):
+            with services.status.on("worker", "waiting for a worker to take an episode"):
                 await self._until_taken(services, offer)
-            with services.pending.on("worker", "an agent's episode"):
+            with services.status.on("worker", "an agent's episode"):
                 return await self._ended(offer.taken.result(), offer.deadline_s)
 
     @contextlib.contextmanager

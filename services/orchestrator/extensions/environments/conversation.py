@@ -228,7 +228,7 @@ class Conversation:
 
     async def _of_environment(self, what: str, call: Coroutine[Any, Any, T]) -> T:
         try:
-            with self._services.pending.on(self._environment.service, what), tracing.span(what):
+            with self._services.status.on(self._environment.service, what), tracing.span(what):
                 return await call
         except HoneError as error:
             if error.code == LOST:

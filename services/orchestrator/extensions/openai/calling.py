@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable
 
 import httpx2 as httpx
 from fastapi import Request
@@ -23,7 +22,7 @@ from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_pro
 from shared.host.logs import get_logger, request_id
 from shared.http import codec, rendering
 from shared.http.connecting import client_options
-from shared.http.operations import client_disconnected, client_gone, wait_until_any
+from shared.http.operations import unless_gone
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
@@ -130,7 +129,7 @@ class Calls:
             headers["x-request-id"] = request_id()
             asked = http.build_request("POST", request.url.path, content=body, headers=headers)
             try:
-                answer = await _answer(http.send(asked, stream=True), request)
+                answer = await unless_gone(http.send(asked, stream=True), request)
                 unless_answered.push_async_callback(answer.aclose)
                 is_right = not called or await _job_of_policy(http) == name
             except httpx.RequestError as error:
@@ -213,19 +212,6 @@ def _not_served(name: str, served: Iterable[str]) -> NotFound:
         "weights that serve now. A job's model is called by its id while a sampler has its weights "
         "or adapter; its checkpoint is listed by GET /v1/jobs/<id>/checkpoints"
     )
-
-
-async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) -> httpx.Response:
-    """Returns the sampler's answer. If the client goes away before, the request is ended, so that
-    no sampling is wasted."""
-    asking = asyncio.create_task(asked)
-    try:
-        await wait_until_any(asking, client_gone(request))
-    finally:
-        await stop(asking)
-    if asking.cancelled():
-        raise client_disconnected(f"POST {request.url.path}")
-    return asking.result()
 
 
 def _model(body: bytes) -> str:

@@ -16,18 +16,16 @@ from fastapi import FastAPI, Query, Request
 
 from services.orchestrator.api.history import existing_checkpoints
 from services.orchestrator.api.jobs import METADATA, metadata_of
-from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.preflight import check_job
+from services.orchestrator.jobs.preflight import Preflight, Submissions
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import JobFilter
-from services.orchestrator.store.records import Submission, UnreadableRecord, check_event_id
-from services.orchestrator.store.run_folders import accept, cancel, complete_submission
+from services.orchestrator.store.records import UnreadableRecord, check_event_id
+from services.orchestrator.store.run_folders import cancel
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, NotFound
 from shared.http.client import Client
 from shared.http.service import Service, request_key
-from shared.job import LORA_LEARNING_RATE, SFT_FACTOR, UPLOADED, SamplingSpec, name_of
+from shared.job import LORA_LEARNING_RATE, SFT_FACTOR, UPLOADED, Job, SamplingSpec, name_of
 from shared.job.file import parse_job
 from shared.settings import Settings
 from shared.wire import (
@@ -63,9 +61,9 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
+    service: Service, settings: Settings, store: Store, submissions: Submissions
 ) -> None:
-    jobs, app = FineTuningJobs(settings, store, runs, checks), service.app
+    jobs, app = FineTuningJobs(store, submissions), service.app
     _add_history_routes(app, jobs, store)
     add_grader_routes(service, settings)
     service.operation("POST", ROOT, jobs.create, durable=True)
@@ -183,38 +181,30 @@ def add_grader_routes(service: Service, settings: Settings) -> None:
 class FineTuningJobs:
     """The jobs that were submitted in OpenAI's shape."""
 
-    def __init__(
-        self, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
-    ) -> None:
-        self._settings = settings
-        self._checks = checks
-        self._store = store
-        self._runs = runs
+    def __init__(self, store: Store, submissions: Submissions) -> None:
+        self._store, self._submissions = store, submissions
 
     async def create(self, request: CreateFineTuningJob) -> FineTuningJob:
         """Accepts a job once its data, grader and model have been checked. Accepted, it is on
         disk."""
         document = job_document(request)
-        job = asked = parse_job(document, "the job asked for")
+        job = parse_job(document, "the job asked for")
         if not job.trains:
             raise BadRequest("'hone.steps' is 0, which trains nothing; expected steps from 1 on")
-        key = request_key.get()
-        if known := await complete_submission(self._store, asked, key):
-            return await self.shown(known)
-        await self._runs.check()
-        checked = await check_job(job, self._store, self._checks)
-        if "steps" not in request.hone:
+
+        def complete(checked: Preflight) -> Job:
+            if "steps" in request.hone:
+                return job
             if checked.data.num_train is None:
                 raise BadRequest(
                     "'hone.steps' is missing; expected a number of steps, because how many rows "
                     "there are in a stream is not known"
                 )
             count = num_steps(request, checked.data.num_train, job.sampling.prompts_per_step)
-            job = parse_job(document | {"steps": count}, "the job asked for")
-        submission = Submission(
-            job, self._settings.runs_dir, key, checked.data.versions, asked, tuple(checked.warnings)
-        )
-        return await self.shown(await accept(self._store, submission))
+            return parse_job(document | {"steps": count}, "the job asked for")
+
+        record, _ = await self._submissions.submit(job, request_key.get(), complete)
+        return await self.shown(record)
 
     async def record(self, job_id: str) -> JobRecord:
         """Raises NotFound for a job that was not submitted in OpenAI's shape."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.orchestrator.samplers.waits import PendingCalls
+from services.orchestrator.samplers.status import AttemptStatus
 from services.orchestrator.seams import Round
 from services.orchestrator.store.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.store.folder import PUSHED_FOLDER
@@ -249,9 +249,9 @@ class PushedGroups:
     """A step holds `turn` until it has its groups. Steps ask for it in their order, so they get
     groups in their order."""
 
-    def __init__(self, queue: PushedQueue, waits: PendingCalls) -> None:
+    def __init__(self, queue: PushedQueue, status: AttemptStatus) -> None:
         self._queue = queue
-        self._waits = waits
+        self._status = status
         self.turn = asyncio.Lock()
 
     async def take(self, asked: Round) -> list[ScoredGroup]:
@@ -264,7 +264,7 @@ class PushedGroups:
     async def _after(self, num_here: int, asked: Round) -> tuple[list[int], bool]:
         """Returns what the queue gives once that is more than `num_here` groups."""
         what = f"{num_here} of the {asked.count} that step {asked.step} needs are here"
-        with self._waits.on("pushed groups", what):
+        with self._status.on("pushed groups", what):
             while True:
                 await asyncio.sleep(POLL_S)
                 numbers, is_whole = await write_despite_cancel(self._queue.take, asked)
@@ -272,6 +272,6 @@ class PushedGroups:
                     return numbers, is_whole
 
 
-def pushed_groups(run: Path, waits: PendingCalls) -> PushedGroups:
+def pushed_groups(run: Path, status: AttemptStatus) -> PushedGroups:
     """Returns the groups that were pushed to the run folder `run`."""
-    return PushedGroups(PushedQueue(run), waits)
+    return PushedGroups(PushedQueue(run), status)

@@ -219,7 +219,7 @@ class OperationRunner:
         """Returns the operation once it has come; None if later ones came and it did not."""
         gap_since: float | None = None
         since = time.monotonic()
-        with self.services.pending.on("the program", f"operation {number}"):
+        with self.services.status.on("the program", f"operation {number}"):
             while True:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
@@ -317,7 +317,7 @@ class OperationRunner:
                 step=self.last, path=checkpoint.path, size_bytes=checkpoint.size_bytes
             )
         if operation.kind == "snapshot":
-            await sync_weights(services, self.folder, self.job, self.last, self.journal)
+            await sync_weights(services, self.folder, self.last, self.journal)
             self._serves = self.last
         return OperationOutcome(step=self.last)
 

@@ -30,19 +30,14 @@ from services.orchestrator.extensions.tinker.log import (
 )
 from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import adapter_of, id_of
-from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.preflight import check_job
+from services.orchestrator.jobs.preflight import Submissions
 from services.orchestrator.store.lists import JobFilter
-from services.orchestrator.store.records import Submission
-from services.orchestrator.store.run_folders import accept, complete_submission
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import write_despite_cancel
-from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Busy, Conflict, NotFound
 from shared.http.gate import caller_name, scope_key
 from shared.job import Job
 from shared.job.file import parse_job
-from shared.settings import Settings
 from shared.wire import (
     TERMINAL,
     JobRecord,
@@ -64,13 +59,8 @@ MAX_LISTED = 100
 class Models:
     """The models of a store. A model is a job of the objective "program"."""
 
-    def __init__(
-        self, settings: Settings, store: Store, writable: RunsDirCheck, checks: CheckExecutor
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._writable = writable
-        self._checks = checks
+    def __init__(self, store: Store, submissions: Submissions) -> None:
+        self._store, self._submissions = store, submissions
 
     async def get(self, model_id: str, scope: Scope = "accessible") -> JobRecord:
         """Returns the model's record. Raises NotFound for any other id."""
@@ -117,20 +107,7 @@ class Models:
 
     async def submitted(self, job: Job, key: str) -> JobRecord:
         """Returns the job's record. The same key is the same job, of the caller's API key."""
-        key = scope_key(key)
-        record = await complete_submission(self._store, job, key)
-        if record is None:
-            await self._writable.check()
-            run = await check_job(job, self._store, self._checks)
-            submission = Submission(
-                job,
-                self._settings.runs_dir,
-                key,
-                run.data.versions,
-                job,
-                tuple(run.warnings),
-            )
-            record = await accept(self._store, submission)
+        record, _ = await self._submissions.submit(job, scope_key(key))
         return record
 
     async def saved(self, path: Any, kind: SavedKind) -> tuple[JobRecord, SavedWeights]:

@@ -50,11 +50,11 @@ from services.orchestrator.extensions.tinker.sessions import (
     add_route,
     add_session_routes,
 )
-from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import Submissions
 from services.orchestrator.store.run_folders import files_of, path_of
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import write_despite_cancel
-from services.orchestrator.writable import RunsDirCheck, kept_secret
+from services.orchestrator.writable import kept_secret
 from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
 from shared.host.logs import get_logger
 from shared.http import codec
@@ -72,12 +72,11 @@ def add_routes(
     service: Service,
     settings: Settings,
     store: Store,
-    writable: RunsDirCheck,
-    checks: CheckExecutor,
+    submissions: Submissions,
     orders: SampleOrders,
 ) -> None:
     bodies = Bodies()
-    models = Models(settings, store, writable, checks)
+    models = Models(store, submissions)
     quota = PendingQuota()
     sessions = SamplingSessions(store, models, orders, quota)
     futures = Futures(store, models, orders)

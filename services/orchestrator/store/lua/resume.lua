@@ -6,8 +6,8 @@
 return once(function()
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
-  local reason = field(call.id, 'pause_reason') or 'preempted' -- an older version noted none
-  if call.preempted and (status ~= 'paused' or reason ~= 'preempted') then return status end
+  local is_preempted = status == 'paused' and field(call.id, 'pause_reason') == 'preempted'
+  if call.preempted and not is_preempted then return status end
   if status == 'paused' then
     for name, value in pairs(call.fields or {}) do set(call.id, name, value) end
     set(call.id, 'tries', 0, 'recoveries', 0)

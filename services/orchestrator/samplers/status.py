@@ -1,5 +1,7 @@
-"""Who calls a job's services, the unanswered calls, and each service's last answer. If no call is
-answered for long, the job's events name the services."""
+"""What an attempt at a job does and why it waits, in one place (`AttemptStatus`): its stage, the
+unanswered calls of its services, which of them are unreachable, and what the job needs and lacks.
+The heartbeat brings the line and what is missing into the job's record; the finding `waits`, `hone
+ls` and the page read them there. And who calls a job's services (`Caller`)."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from shared.errors import Failed
 from shared.host import tracing
 from shared.http import ownership
-from shared.http.connecting import Tell, no_notify
+from shared.http.connecting import Tell, no_notify, since
 from shared.job import Job
 from shared.settings import Settings
 
@@ -31,8 +33,12 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class PendingCalls:
-    """The unanswered calls, by service. `progress_at` is the time of the last answer."""
+class AttemptStatus:
+    """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `details`
+    are services' messages while a stage `loads` the job. `missing` says, as a sentence, what the
+    job needs and lacks. `unreachable` maps services that are unreachable, as "the trainer service",
+    to Unix times since when; their clients note it. `progress_at` is the time of the last
+    answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,17 +47,77 @@ class PendingCalls:
         self._calls: Counter[str] = Counter()
         self._busy_since: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
+        self._num_steps, self._measured_since = 0, (0, 0.0)
+        self._missing_since: float | None = None
+        self.unreachable = dict[str, float]()
         self.progress_at = clock()
+        self.begin("beginning")
+
+    def begin(
+        self, stage: str, next: str = "", missing: str | None = None, *, loads: bool = False
+    ) -> None:
+        self.stage, self.next, self.details = stage, next, dict[str, str]()
+        self.missing, self.loads = missing, loads
+        self._missing_since = (self._missing_since or time.time()) if missing else None
+
+    def line(self) -> str:
+        """Returns the line for the job's followers."""
+        parts = [
+            *self._unanswered(),
+            *(f"the {service} is {what}" for service, what in sorted(self.details.items())),
+            *self._away(),
+        ]
+        told = f": {'; '.join(parts)}" if parts else ""
+        waiting = f" {since(self._missing_since)}" if self._missing_since else ""
+        return f"{self.stage}{waiting}{told}{f'; then {self.next}' if self.next else ''}"
+
+    def waits(self) -> str | None:
+        """Returns what the job needs and lacks; None if it lacks nothing."""
+        return self.missing or "; ".join(self._away()) or None
+
+    def _away(self) -> list[str]:
+        found = sorted(self.unreachable.items())
+        return [f"{who} is unreachable {since(at)}" for who, at in found]
+
+    def _unanswered(self) -> list[str]:
+        """Returns the unanswered calls by service, as in "trainer: training a step, 3 s"."""
+        now = self._clock()
+        found: dict[tuple[str, str], list[float]] = {}
+        for service, what, at in self._under_way.values():
+            found.setdefault((service, what), []).append(at)
+        return [
+            f"{service}: {f'{len(calls)} x ' if len(calls) > 1 else ''}{what}, "
+            f"{now - min(calls):.0f} s"
+            for (service, what), calls in sorted(found.items())
+        ]
+
+    # --- the time that is left -------------------------------------------------------------------
+
+    def begin_steps(self, last_step: int, num_steps: int) -> None:
+        self._num_steps, self._measured_since = num_steps, (last_step, self._clock())
+
+    def eta_s(self, step: int, *, replayed: bool) -> float | None:
+        """Returns the seconds left once `step` is done; None while nothing was measured. The steps
+        since the last replayed one are measured: a replay samples nothing, so its time says
+        little."""
+        now = self._clock()
+        if replayed:
+            self._measured_since = step, now
+            return None
+        first, began = self._measured_since
+        return (now - began) / (step - first) * (self._num_steps - step)
+
+    # --- calls -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def on(self, service: str, what: str) -> Generator[Callable[[str], None]]:
         """Notes that the job waits for the service in this block, and that the service answered if
         the block raises nothing. `what` is as in "sampling a group". Yields a function that says it
         in other words while it waits."""
-        call, since = object(), self._clock()
+        call, began = object(), self._clock()
 
         def say(what: str) -> None:
-            self._under_way[call] = service, what, since
+            self._under_way[call] = service, what, began
 
         say(what)
         self._count(service, 1)
@@ -69,8 +135,8 @@ class PendingCalls:
         if not before:
             self._busy_since[service] = self._clock()
         elif before + change == 0:
-            since = self._busy_since.pop(service)
-            self._busy_s[service] = self._busy_s.get(service, 0.0) + self._clock() - since
+            began = self._busy_since.pop(service)
+            self._busy_s[service] = self._busy_s.get(service, 0.0) + self._clock() - began
 
     def busy_s(self) -> dict[str, float]:
         """Returns the seconds so far in which each service had at least one call."""
@@ -89,17 +155,7 @@ class PendingCalls:
     def is_idle(self) -> bool:
         return not self._under_way
 
-    def lines(self) -> list[str]:
-        """Returns the unanswered calls by service, as in "trainer: training a step, 3 s"."""
-        now = self._clock()
-        found: dict[tuple[str, str], list[float]] = {}
-        for service, what, since in self._under_way.values():
-            found.setdefault((service, what), []).append(since)
-        return [
-            f"{service}: {f'{len(calls)} x ' if len(calls) > 1 else ''}{what}, "
-            f"{now - min(calls):.0f} s"
-            for (service, what), calls in sorted(found.items())
-        ]
+    # --- a stall ---------------------------------------------------------------------------------
 
     def stalled_s(self) -> float:
         """Returns the seconds since the last answer."""
@@ -123,7 +179,7 @@ class PendingCalls:
         calls = [call for call in self._under_way.values() if call[0] == service]
         counts = Counter(what for _, what, _ in calls)
         what = ", ".join(f"{count} x {what}" for what, count in counts.items())
-        oldest_s = now - min(since for _, _, since in calls)
+        oldest_s = now - min(began for _, _, began in calls)
         where = [f"{url} has {count} completions" for url, count in at.items() if count]
         places = f" ({', '.join(where)})" if service == "rollout" and where else ""
         return f"it waits for {service}{places}: {what}, the oldest for {oldest_s:.0f} s"
@@ -135,7 +191,8 @@ class Caller:
     of an older epoch are refused or never joined. `tell` reports to the job's events. `identity`
     names the orchestrator's Redis, by which trainer and samplers know whose job it is. `beside` are
     the attempts with which trainer and samplers are shared, and `weight` is the share of the
-    trainer that the job has, with the other jobs of its API `key`."""
+    trainer that the job has, with the other jobs of its API `key`. Clients note in `status` what
+    they wait for."""
 
     job: Job
     settings: Settings
@@ -147,7 +204,7 @@ class Caller:
     weight: float = 1.0
     key: str | None = None
     epoch: int = field(default=0, init=False)
-    pending: PendingCalls = field(default_factory=PendingCalls, init=False)
+    status: AttemptStatus = field(default_factory=AttemptStatus, init=False)
 
     @property
     def fence(self) -> dict[str, Any]:
@@ -185,7 +242,7 @@ def tracks_call(
     ) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
         @functools.wraps(method)
         async def call(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self.caller.pending.on(service, what), tracing.span(span or what):
+            with self.caller.status.on(service, what), tracing.span(span or what):
                 return await method(self, *args, **kwargs)
 
         return call
@@ -194,7 +251,7 @@ def tracks_call(
 
 
 async def watch(
-    waits: PendingCalls,
+    status: AttemptStatus,
     stall_s: float,
     samplers: Callable[[], Mapping[str, int]],
     tell: Callable[[str, bool], Awaitable[None]],
@@ -205,12 +262,12 @@ async def watch(
     told_at: float | None = None
     while True:
         await asyncio.sleep(min(stall_s / LOOKS, MAX_LOOK_S))
-        if told_at not in (None, waits.progress_at):
+        if told_at not in (None, status.progress_at):
             await tell("the job continues: there was an answer again", False)
             told_at = None
-        stalls = waits.stalled_s() >= stall_s
-        if stalls and waits.is_idle:
-            raise Failed(waits.sentence({}))
+        stalls = status.stalled_s() >= stall_s
+        if stalls and status.is_idle:
+            raise Failed(status.sentence({}))
         if stalls and told_at is None:
-            told_at = waits.progress_at
-            await tell(waits.sentence(samplers()), True)
+            told_at = status.progress_at
+            await tell(status.sentence(samplers()), True)

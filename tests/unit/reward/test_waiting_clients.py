@@ -1,5 +1,4 @@
-"""Streamed scores, a bound on what waits, and clients that go away: a service as a process, asked
-from outside."""
+"""A bound on what waits, and clients that go away: a service as a process, asked from outside."""
 
 from __future__ import annotations
 
@@ -20,13 +19,6 @@ from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Validated, ValidateRequest
 from tests.support.reward_service import RunningService, running_service
-
-OWN = """
-import time
-def slow(completions):
-    time.sleep(float(completions[0]))
-    return [1.0 for _ in completions]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +44,6 @@ def connected(
     return connection
 
 
-def lines(
-    service: RunningService, body: dict[str, Any]
-) -> tuple[int, list[tuple[float, dict[str, Any]]]]:
-    """The status, and each line with the seconds until it came."""
-    start = time.monotonic()
-    connection = connected(service, "/score", body, accept="application/x-ndjson")
-    response = connection.getresponse()
-    read = [(time.monotonic() - start, json.loads(line)) for line in response]
-    connection.close()
-    return response.status, read
-
-
 def programs(*codes: str, timeout_s: float = 10.0) -> dict[str, Any]:
     items = [{"prompt": "", "completion": code, "row": {"target": 1}} for code in codes]
     params = {"timeout_s": timeout_s}
@@ -76,55 +56,18 @@ def programs(*codes: str, timeout_s: float = 10.0) -> dict[str, Any]:
     }
 
 
-def test_items_come_as_they_finish(service: RunningService) -> None:
-    status, read = lines(service, programs("1", "2", "import time\ntime.sleep(0.5)\n1"))
-    assert status == 200
-    assert [line["index"] for _, line in read] == [0, 1, 2]
-    assert read[-1][0] - read[0][0] > 0.25
-    values = {line["index"]: line["score"]["value"] for _, line in read}
-    assert values == {0: 2.0, 1: 1.0, 2: 2.0}
-    assert {part for _, line in read for part in line["score"]["parts"]} == {
-        "python_value",
-        "length",
-    }
-
-
-def test_a_failed_completion_comes_before_any_is_graded(service: RunningService) -> None:
-    body = programs("import time\ntime.sleep(0.4)\n1", "1")
-    body["items"][1]["finish_reason"] = "error"
-    _, read = lines(service, body)
-    assert [line["index"] for _, line in read] == [1, 0]
-    assert read[1][0] - read[0][0] > 0.2
-
-
-def test_a_mistake_is_a_problem_and_no_stream(service: RunningService) -> None:
-    status, read = lines(service, {"items": [], "rewards": [{"grader": "lenth"}]})
-    assert (status, read[0][1]["detail"]) == (422, "no grader 'lenth'; did you mean 'length'?")
-
-
-def test_nothing_to_grade_is_an_empty_stream(service: RunningService) -> None:
-    assert lines(
-        service, {"items": [], "rewards": [{"grader": "length", "params": {"max": 1}}]}
-    ) == (200, [])
-
-
 @pytest.mark.parametrize(
-    ("path", "body", "accept"),
+    ("path", "body"),
     [
-        (
-            "/execute",
-            {"code": "while True: pass", "timeout_s": 60, "cpu_s": 60},
-            "application/json",
-        ),
-        ("/score", programs("while True: pass\n1", timeout_s=30), "application/json"),
-        ("/score", programs("while True: pass\n1", timeout_s=30), "application/x-ndjson"),
+        ("/execute", {"code": "while True: pass", "timeout_s": 60, "cpu_s": 60}),
+        ("/score", programs("while True: pass\n1", timeout_s=30)),
     ],
-    ids=["execute", "score", "stream"],
+    ids=["execute", "score"],
 )
 def test_work_ends_with_the_client_that_waited_for_it(
-    service: RunningService, path: str, body: dict[str, Any], accept: str
+    service: RunningService, path: str, body: dict[str, Any]
 ) -> None:
-    connection = connected(service, path, body, accept=accept)
+    connection = connected(service, path, body)
     time.sleep(0.3)
     connection.close()
     start = time.monotonic()

@@ -1,4 +1,5 @@
-"""Grades stored rollouts by other rewards. Reads the run folder and writes nothing there."""
+"""A job's stored rollouts with their rewards and advantages, and graded by other rewards. Reads the
+run folder and writes nothing there."""
 
 from __future__ import annotations
 
@@ -7,21 +8,14 @@ import heapq
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from fastapi import Request
-from fastapi.responses import Response
-
-from services.orchestrator.api.rollouts import graded
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.examples import of_all_tokens
 from services.orchestrator.samplers.clients import RewardClient
-from services.orchestrator.samplers.waits import Caller
-from services.orchestrator.seams import Extensions
+from services.orchestrator.samplers.status import Caller
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import gather_all
 from shared.errors import BadRequest
-from shared.http import rendering
-from shared.http.service import Service
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import (
@@ -36,26 +30,27 @@ from shared.wire import (
 TOLERANCE = 1e-6
 
 
-def add_route(service: Service, settings: Settings, store: Store, extensions: Extensions) -> None:
-    given = rendering.answers(RegradeReport) | rendering.accepted()
-
-    @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
-    async def regrade_job(job_id: str, request: Request) -> Response:
-        """Grades stored rollouts by other rewards and returns the differences. Nothing is written
-        to the run."""
-        body = await rendering.read_body(request, RegradeRequest)
-        record = await store.get(job_id)
-        folder = RunFolder(Path(record.run_dir))
-        key = request.headers.get("idempotency-key")
-        operation = service.operations.start(
-            lambda: regrade(body, record.job, folder, settings),
-            f"regrade {job_id} {key}" if key else None,
-            body.model_dump_json(),
-            f"regrading {job_id}",
+def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
+    """Returns the batch's `[P*G]` rollouts with their verdicts and advantages."""
+    advantages_PG = batch_advantages(batch, job)
+    return tuple(
+        GradedRollout(
+            prompt_index=prompt.index,
+            prompt=prompt.content,
+            completion=rollout.text,
+            finish_reason=rollout.finish_reason,
+            versions=rollout.versions,
+            reward=score.value,
+            parts=score.parts,
+            advantage=of_all_tokens(advantage),
+            turn_advantages=advantage if isinstance(advantage, tuple) else (),
+            forked=tuple(branch.because for branch in rollout.branches),
         )
-        return await service.answer(operation, request)
-
-    service.body(RegradeRequest, "POST", "/v1/jobs/{job_id}/regrade")
+        for prompt, group, scores, advantages in zip(
+            batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True
+        )
+        for rollout, score, advantage in zip(group.rollouts, scores, advantages, strict=True)
+    )
 
 
 async def regrade(
