@@ -255,7 +255,7 @@ async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_aga
         "right: the judge answered 401; look into the log of the reward service, or raise "
         "HONE_MAX_MISSING_REWARDS; a mistake in the job itself, such as its reward code, is stored "
         "with it: for that submit a corrected job, with the newest checkpoint as its model if "
-        f"there is one (`hone checkpoints {job_id}`); otherwise fix the cause, then "
+        f"there is one (`hone download {job_id} --list`); otherwise fix the cause, then "
         f"`hone resume {job_id}` continues from there"
     )
     assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), (

@@ -96,16 +96,16 @@ def test_a_steps_rollouts_have_their_advantages(orchestrator: Orchestrator) -> N
 
 
 def test_held_out_completions_are_titled_and_have_no_advantages(orchestrator: Orchestrator) -> None:
-    code, shown = run("--held-out", "--eval-set", "hard", "-n", "3")
-    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "hard", 3)])
+    code, shown = run("--held-out", "-n", "3")
+    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "", 3)])
     assert shown.splitlines()[0].strip() == "held-out problems after step 8"
     assert header(shown) == ["prompt", "completion", "reward", "why"]
 
 
-def test_a_set_without_held_out_is_refused(orchestrator: Orchestrator) -> None:
+def test_a_held_out_set_is_named_by_an_option(orchestrator: Orchestrator) -> None:
     code, shown = run("--eval-set", "hard")
-    assert (code, orchestrator.asked) == (2, [])
-    assert "--eval-set 'hard' names a held-out set; add --held-out" in shown
+    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "hard", 16)])
+    assert shown.splitlines()[0].strip() == "held-out problems after step 8"
 
 
 def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() -> None:
