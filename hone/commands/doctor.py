@@ -180,8 +180,8 @@ def _line(check: Check) -> Text:
 
 
 def examine(*, weights: bool = False) -> Report:
-    """Returns every check; with `weights` also the check of the weights. Starts no service, and changes
-    nothing."""
+    """Returns every check; with `weights` also the check of the weights. Starts no service and
+    changes nothing."""
     versions = [check for part in TESTED if (check := versions_of(part))]
     python = Check("python", "ok", platform.python_version())
     checks = [python, *_packages(), *versions, _redis(), *_disks(), _gpu()]

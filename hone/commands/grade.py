@@ -7,7 +7,6 @@ import asyncio
 import json
 import statistics
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from hone.shell import (
 from shared.errors import BadRequest
 from shared.http.client import Client
 from shared.job import RewardSpec
-from shared.job.file import load_job, read_source
+from shared.job.file import load_job, make_job, read_source
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult
 
 SCORE_DEADLINE_S = 900.0
@@ -88,21 +87,8 @@ def grade(
 
     Exits 1 if a completion has no reward. Of a job it shows how many rewards would change, and how
     many advantages their sign."""
-    if sum(source is not None for source in (grader, file, reward)) != 1:
-        raise BadRequest(
-            "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
-        )
-    if reward is not None and param:
-        raise BadRequest(
-            "--param goes with a grader or --file; the rewards of --reward have their params in "
-            "the TOML"
-        )
-    steps = steps_of(step) if job is not None else None
-    if reward is not None:
-        rewards = load_job(reward, REWARDS_ONLY).rewards
-    else:
-        own = own_reward(file, function, param or []) if file else None
-        rewards = (own or RewardSpec(grader=grader or "", params=_params(param or [])),)
+    steps = None if job is None else steps_of(step)
+    rewards = rewards_of(grader, file, function, reward, param or [])
     if job is not None and steps is not None:
         with connect() as client, report_progress("grading"):
             report = client.regrade(job, *steps, rewards, limit)
@@ -135,10 +121,30 @@ class FileScores(BaseModel):
         return cls(mean=mean, num_missing=len(scores) - len(values), scores=tuple(scores))
 
 
-def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward for `function` in `file`. Raises BadRequest if the file cannot be read."""
-    source = read_source(file)
-    return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
+def rewards_of(
+    grader: str | None,
+    file: Path | None,
+    function: str,
+    reward: Path | None,
+    params: Sequence[str],
+) -> tuple[RewardSpec, ...]:
+    """Returns the rewards to try: of a grader's name, of `function` in `file`, or of the TOML file
+    `reward`. Raises BadRequest unless there is one of the three."""
+    if sum(source is not None for source in (grader, file, reward)) != 1:
+        raise BadRequest(
+            "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
+        )
+    if reward is not None:
+        if params:
+            raise BadRequest(
+                "the rewards of --reward have their params in the TOML, not in --param"
+            )
+        return load_job(reward, REWARDS_ONLY).rewards
+    if wrong := [param for param in params if "=" not in param[1:]]:
+        raise BadRequest(f"--param {wrong[0]!r}: expected KEY=VALUE, such as column=answer")
+    own = {"grader": grader} if file is None else {"file": str(file), "function": function}
+    given = [f"rewards.0.params.{param}" for param in params]
+    return make_job({"rewards": [own]}, [*REWARDS_ONLY, *given], "hone grade").rewards
 
 
 def steps_of(text: str) -> tuple[int, int]:
@@ -219,22 +225,6 @@ def table(score: Score) -> Table:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
-
-
-def _params(params: Sequence[str]) -> dict[str, Any]:
-    """Returns the params of "key=value", each value as TOML or text."""
-    found: dict[str, Any] = {}
-    for param in params:
-        key, separator, text = param.partition("=")
-        if not separator or not key:
-            raise BadRequest(
-                f"--param {param!r}: expected KEY=VALUE, for example --param column=answer"
-            )
-        try:
-            found[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            found[key] = text
-    return found
 
 
 async def _score(url: str, token: str | None, request: ScoreRequest) -> tuple[Score, ...]:

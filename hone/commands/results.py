@@ -61,7 +61,7 @@ def metrics(
         found = {name: client.metrics(name, min_step - 1) for name in job}
     names = None if keys is None else _names(keys, found)
     if names is not None:
-        found = {job: _only(listed, names) for job, listed in found.items()}
+        found = {name: _only(listed, names) for name, listed in found.items()}
     body = MetricsComparison(jobs=found) if len(found) > 1 else found[job[0]]
     show(output, body, lambda: view.learning_curve(found) if plot else _table(found, names))
 

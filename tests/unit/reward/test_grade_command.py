@@ -128,7 +128,7 @@ def test_no_reward_is_code_1_and_says_why(url: str, folder: Path) -> None:
         (("lenth", "--completion", "x"), "no grader 'lenth'; did you mean 'length'?"),
         (
             ("--file", "nowhere.py", "--completion", "x"),
-            "the reward file 'nowhere.py' cannot be read",
+            "no Python file at 'nowhere.py'",
         ),
     ],
 )
