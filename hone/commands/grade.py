@@ -83,7 +83,7 @@ def grade(
     ] = 10,
     output: OutputOption = Output.table,
 ) -> None:
-    """Try a grader, or rewards of your own, on completions: one, a file of them, a job's rollouts.
+    """Try rewards on a completion, on a file of them, or on a job's rollouts.
 
     Exits 1 if a completion has no reward. Of a job it shows how many rewards would change, and how
     many advantages their sign."""
@@ -136,9 +136,7 @@ def rewards_of(
         )
     if reward is not None:
         if params:
-            raise BadRequest(
-                "the rewards of --reward have their params in the TOML, not in --param"
-            )
+            raise BadRequest("the TOML of --reward has the params; expected no --param with it")
         return load_job(reward, REWARDS_ONLY).rewards
     if wrong := [param for param in params if "=" not in param[1:]]:
         raise BadRequest(f"--param {wrong[0]!r}: expected KEY=VALUE, such as column=answer")
