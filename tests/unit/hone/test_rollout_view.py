@@ -11,8 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import results
+from hone.commands import grade, results
 from hone.reports import reasons, regrade_table, rollout_table
+from shared.job import RewardSpec
 from shared.wire import (
     GradedRollout,
     Part,
@@ -164,6 +165,24 @@ def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() ->
         rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)))
     )
     assert "\x1b" not in text and "\r" not in text and "\\x1b[2J[red]x[/red]\\r" in text
+
+
+def test_a_jobs_rollouts_are_graded_anew_by_a_grader_and_its_params(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    class Regrading:
+        def regrade(self, *given: object) -> RegradeReport:
+            asked.extend(given)
+            return RegradeReport(steps=(), examples=())
+
+    monkeypatch.setattr(grade, "connect", lambda: contextlib.nullcontext(Regrading()))
+    words = ("grade", "length", "--param", "max=3", "--job", "first", "--step", "3:9", "-n", "2")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "0 of 0 rewards would change" in done.stdout
+    rewards = (RewardSpec(grader="length", params={"max": 3}),)
+    assert asked == ["first", 3, 9, rewards, 2]
 
 
 def test_a_regrade_shows_each_step_the_totals_and_the_examples() -> None:
