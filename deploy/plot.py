@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shared.wire import MetricsList, MetricsRow
+from shared.wire import MetricsRow
 
 WINDOW = 10
 
@@ -93,7 +91,7 @@ def main() -> None:
         type=Path,
         nargs="+",
         metavar="run",
-        help="a run folder, with its metrics.jsonl; -: metrics come on stdin",
+        help="a run folder, with its metrics.jsonl",
     )
     parser.add_argument("--out", type=Path, help="the picture (default: in the run folder)")
     parser.add_argument("--title", help="(default: the folder's name)")
@@ -103,14 +101,9 @@ def main() -> None:
     run = runs[0]
     out = arguments.out or run / "learning_curve.png"
     title = arguments.title or run.name
-    if str(run) == "-":
-        given = json.load(sys.stdin)
-        pages = given.get("jobs", {title: given})
-        jobs = {job: MetricsList.model_validate(page).rows for job, page in pages.items()}
-    else:
-        names = arguments.names.split(",") if arguments.names else [each.name for each in runs]
-        rows = [MetricsRow.stored(each / "metrics.jsonl") for each in runs]
-        jobs = dict(zip(names, rows, strict=True))
+    names = arguments.names.split(",") if arguments.names else [each.name for each in runs]
+    rows = [MetricsRow.stored(each / "metrics.jsonl") for each in runs]
+    jobs = dict(zip(names, rows, strict=True))
     if len(jobs) > 1:
         print(plot_comparison(jobs, out, title))
     else:

@@ -1,5 +1,5 @@
 """The `hone` command. Exit codes: 0 done, 1 the job did not succeed, 2 bad input or no service, 3
-the job is paused, 124 the time of --timeout is over, 130 Ctrl-C."""
+the job is paused, 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 # Else pydantic would search all packages for plugins, a tenth of a command's time.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -23,24 +23,25 @@ from hone import commands
 from hone.shell import app as registered
 from shared.host import logs
 
+REPLACED = {
+    "checkpoints": "`hone download JOB --list` lists a job's checkpoints",
+    "data": "`hone modal upload FILES` puts data files on Modal",
+    "get": "`hone ls JOB` shows one job",
+    "open": "`hone up` and `hone submit` print the address of the page",
+    "plot": "`hone metrics JOB --plot` draws the learning curve",
+    "regrade": "`hone grade --job JOB --step STEPS --reward FILE` grades stored rollouts anew",
+    "sample": "the sampler answers OpenAI's API: docs/commands.md, one service alone",
+    "wait": "`hone logs -f JOB` returns when the job ends or pauses",
+}
+"""Commands that are gone, with a sentence on the replacement."""
+
 
 @functools.cache
 def find_commands() -> Mapping[str, tuple[str, str]]:
     """Returns the module of each command, and a line on what it does. Imports no module, so a
     command takes only its own module's time."""
-    return dict(sorted((name, told) for file in _files() for name, told in _commands_in(file)))
-
-
-def _module_of(name: str) -> str:
-    """Returns the module of a command. Only files that contain its name are parsed: parsing all
-    takes a tenth of the time of `hone ls`. Raises KeyError for an unknown command."""
-    defined = re.compile(rf'\ndef {re.escape(name)}_?\(|name="{re.escape(name)}"')
-    likely = [file for file in _files() if defined.search(file.read_text(encoding="utf-8"))]
-    return {name: module for file in likely for name, (module, _) in _commands_in(file)}[name]
-
-
-def _files() -> list[Path]:
-    return sorted(Path(commands.__path__[0]).glob("*.py"))
+    files = sorted(Path(commands.__path__[0]).glob("*.py"))
+    return dict(sorted(found for file in files for found in _commands_in(file)))
 
 
 def _commands_in(file: Path) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -65,30 +66,23 @@ def _first_sentence(text: str) -> str:
     return re.split(r"\n\n|(?<=\.)\s", text, maxsplit=1)[0].replace("\n", " ")
 
 
-class Commands(MutableMapping[str, Any]):
-    """The commands by name, each imported when it is asked for."""
-
-    def __getitem__(self, name: str) -> Any:
-        import_module(_module_of(name))
-        return typer.main.get_group(registered).commands[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(find_commands())
-
-    def __len__(self) -> int:
-        return len(find_commands())
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        raise TypeError(f"got a command {name!r}; expected it in a file of hone/commands")
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError(f"the command {name!r} goes with its file in hone/commands")
-
-
 class Group(TyperGroup):
+    """The commands, each imported when it is asked for."""
+
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = Commands()
+        self.commands = cast(Any, dict.fromkeys(find_commands()))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            return None
+        import_module(find_commands()[cmd_name][0])
+        return typer.main.get_group(registered).commands[cmd_name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in REPLACED and not ctx.resilient_parsing:
+            ctx.fail(f"no command {args[0]!r}; {REPLACED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

@@ -209,7 +209,7 @@ async def follow(
         raise
     except Unavailable as error:
         raise Unavailable(
-            f"{error.detail}; job {job_id} continues, and `hone wait {job_id}` shows its report"
+            f"{error.detail}; job {job_id} continues, and `hone logs -f {job_id}` shows its report"
         ) from error
 
 
@@ -217,7 +217,7 @@ def _report_of(record: JobRecord) -> EvaluationReport:
     if record.status == "paused":
         raise Paused(
             f"job {record.id} is paused: {record.error}; `hone resume {record.id}` continues where "
-            f"it was, and `hone wait {record.id}` shows its report"
+            f"it was, and `hone logs -f {record.id}` shows its report"
         )
     if report := report_in(record):
         return report

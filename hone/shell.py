@@ -31,9 +31,8 @@ app = typer.Typer(rich_markup_mode=None)
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, soft_wrap=True)
 
-FAILED, WRONG, PAUSED, TIMED_OUT, INTERRUPTED = 1, 2, 3, 124, 130
-"""Exit codes: the job did not succeed; bad input, or no service; the job is paused; the time of
---timeout is over, as `timeout` has it; Ctrl-C."""
+FAILED, WRONG, PAUSED, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes: the job did not succeed; bad input, or no service; the job is paused; Ctrl-C."""
 
 SAYING_S = 3.0
 """Seconds between two messages that a command is waiting."""
@@ -72,12 +71,11 @@ class Output(StrEnum):
 OutputOption = Annotated[
     Output, typer.Option("-o", "--output", help="table for people, json for programs")
 ]
-JobArgument = Annotated[
-    str,
-    typer.Argument(
-        help="a job's id, or its name for the newest of that name", autocompletion=job_names
-    ),
-]
+_JOB = typer.Argument(
+    help="a job's id, or its name for the newest of that name", autocompletion=job_names
+)
+JobArgument = Annotated[str, _JOB]
+OptionalJobArgument = Annotated[str | None, _JOB]
 JobsArgument = Annotated[
     list[str], typer.Argument(help="jobs' ids, or their names for the newest of a name")
 ]
@@ -156,11 +154,6 @@ def connect(folder: Path = stack.FOLDER) -> Generator[Client]:
             remedy = stack.restarting(folder, url) or starts
             raise Unavailable(f"{error.detail}; {remedy}") from error
         yield client
-
-
-def page_of(client: Client, job_id: str | None = None) -> str:
-    """Returns the address of the page that the orchestrator serves, of a job if one is given."""
-    return f"{client.url.rstrip('/')}/" + (f"#/jobs/{job_id}" if job_id else "")
 
 
 @contextlib.contextmanager

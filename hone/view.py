@@ -232,9 +232,9 @@ def what_next(record: JobRecord) -> Text:
     checkpoint = (record.summary or {}).get("checkpoint")
     commands: dict[str, str] = {}
     if record.status == "succeeded" and not record.steps:
-        commands[f"hone get {record.id} -o json"] = "the report as JSON, in its summary"
+        commands[f"hone ls {record.id} -o json"] = "the report as JSON, in its summary"
     elif record.status == "succeeded":
-        commands[f"hone plot {record.id}"] = "its learning curve"
+        commands[f"hone metrics {record.id} --plot"] = "its learning curve"
         commands[f"hone rollouts {record.id}"] = "what it answers, and what that earned"
         if checkpoint and record.job.evaluates and record.job.rewards:
             compared = f"{shlex.quote(record.job.model)} {record.id}"
@@ -400,34 +400,28 @@ HEIGHT, WIDTH = 12, 72
 MARKS, LETTERS = "·●", "abcdefghijklmnopqrstuvwxyz"
 
 
-def text_curve(rows: Sequence[MetricsRow], title: str) -> str:
-    """Returns the mean reward and the held-out reward over the steps; without either, the loss of
-    supervised steps. If there are more steps than columns, a column is the mean of several. Without
-    any of them, returns a sentence."""
-    series = {
-        "reward of the steps": metric_by_step(rows, "reward"),
-        "held-out reward": metric_by_step(rows, "eval/reward"),
-    }
-    losses = metric_by_step([row for row in rows if "supervised" in row.metrics], "loss")
-    return curves(series if any(series.values()) or not losses else {"loss": losses}, title)
+def learning_curve(jobs: Mapping[str, MetricsList]) -> str:
+    """Returns the mean reward and the held-out reward of a job over the steps; without either, the
+    loss of supervised steps. Of several jobs, returns their held-out rewards in one picture if all
+    have some, else the rewards of their steps. If there are more steps than columns, a column is
+    the mean of several. Without any of them, returns a sentence."""
+    rewards = {job: _by_step(listed, "reward") for job, listed in jobs.items()}
+    held_out = {job: _by_step(listed, "eval/reward") for job, listed in jobs.items()}
+    if len(jobs) > 1:
+        if all(held_out.values()):
+            return _curves(held_out, "held-out reward", LETTERS)
+        return _curves(rewards, "reward of the steps", LETTERS)
+    ((job, listed),) = jobs.items()
+    series = {"reward of the steps": rewards[job], "held-out reward": held_out[job]}
+    losses = _by_step((row for row in listed if "supervised" in row.metrics), "loss")
+    return _curves(series if any(series.values()) or not losses else {"loss": losses}, job, MARKS)
 
 
-def compared_curves(jobs: Mapping[str, MetricsList]) -> str:
-    """Returns several jobs' curves in one picture: of held-out rewards if all have some, else of
-    the rewards of the steps."""
-    held_out = {job: metric_by_step(listed.rows, "eval/reward") for job, listed in jobs.items()}
-    if all(held_out.values()):
-        return curves(held_out, "held-out reward", LETTERS)
-    rewards = {job: metric_by_step(listed.rows, "reward") for job, listed in jobs.items()}
-    return curves(rewards, "reward of the steps", LETTERS)
-
-
-def metric_by_step(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
-    """Returns a metric by step."""
+def _by_step(rows: Iterable[MetricsRow], name: str) -> dict[int, float]:
     return {row.step: row.metrics[name] for row in rows if name in row.metrics}
 
 
-def curves(series: Mapping[str, Mapping[int, float]], title: str, marks: str = MARKS) -> str:
+def _curves(series: Mapping[str, Mapping[int, float]], title: str, marks: str) -> str:
     """Returns a picture of each series of values by step, with a mark of its own."""
     every = [value for values in series.values() for value in values.values()]
     if not every:

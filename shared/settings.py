@@ -342,7 +342,6 @@ class Settings(Documented):
     allow_job_code: bool = True
     """Whether jobs may bring their own reward code, which runs in a sandbox of its own."""
 
-
     judge_url: str | None = None
     """OpenAI-compatible endpoint of the language models that judge. None: OpenAI's, if
     `judge_api_key` is set."""

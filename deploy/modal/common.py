@@ -64,7 +64,7 @@ caches = modal.Volume.from_name(f"{SETTINGS.modal_name}-caches", create_if_missi
 """Models and datasets from Hugging Face, and what vLLM compiled."""
 
 data = modal.Volume.from_name(f"{SETTINGS.modal_name}-data", create_if_missing=True, version=2)
-"""Data files that jobs name: `hone data upload` puts them there."""
+"""Data files that jobs name: `hone modal upload` puts them there."""
 
 SERVICES_SECRET = modal.Secret.from_name(
     "hone", required_keys=["HONE_TOKEN", "HONE_MODAL_KEY", "HONE_MODAL_SECRET"]

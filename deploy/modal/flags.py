@@ -110,8 +110,8 @@ def _check_seen(job: Job) -> None:
     for name in filter(_is_path, named):
         if not str(name).startswith(f"{VOLUMES}/"):
             raise BadRequest(
-                f"{name!r} is on this machine; `hone data upload` puts it on the Volume, where the "
-                f"job has to name it: {VOLUMES}/data/{Path(str(name)).name}"
+                f"{name!r} is on this machine; `hone modal upload` puts it on the Volume, where "
+                f"the job has to name it: {VOLUMES}/data/{Path(str(name)).name}"
             )
 
 

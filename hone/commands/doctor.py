@@ -13,14 +13,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import httpx2 as httpx
 import typer
 from pydantic import BaseModel
 from rich.text import Text
 
-from hone import host, stack
+from hone import stack
 from hone.shell import (
     FAILED,
     Output,
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from shared.wire import Evidence, Finding
 
 MIN_FREE_GIB = 2.0
+
+M = TypeVar("M", bound=BaseModel)
 
 ANSWER_S = 20.0
 """Seconds for the orchestrator to ask its services."""
@@ -156,10 +158,11 @@ def _line(check: Check) -> Text:
 
 
 def examine(*, weights: bool = False) -> Report:
-    """Returns every check; with `weights` also the check of the weights. Starts nothing and changes
-    nothing."""
+    """Returns every check; with `weights` also the check of the weights. Starts no service and
+    changes nothing."""
     versions = [check for part in TESTED if (check := versions_of(part))]
-    checks = [_python(), *_packages(), *versions, _redis(), *_disks(), _gpu()]
+    python = Check("python", "ok", platform.python_version())
+    checks = [python, *_packages(), *versions, _redis(), *_disks(), _gpu()]
     try:
         settings = load_settings()
     except BadRequest as error:
@@ -169,15 +172,6 @@ def examine(*, weights: bool = False) -> Report:
         located = stack.with_stack_urls(settings)
         checks.extend(asyncio.run(examine_stack(located, weights=weights)))
     return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
-
-
-def _python() -> Check:
-    good = sys.version_info >= (3, 11)
-    return Check(
-        "python",
-        "ok" if good else "fault",
-        f"{platform.python_version()} (3.11 or newer is needed)",
-    )
 
 
 def _packages() -> list[Check]:
@@ -256,7 +250,8 @@ def _gpu() -> Check:
 
 
 def _sandbox(settings: Settings) -> Check:
-    """Says whether programs can be isolated here, or which primitive is missing."""
+    """Says whether programs can be isolated here, as the reward service tries it at its start, or
+    what the host refuses."""
     if settings.sandbox in ("modal", "unsafe"):
         what = (
             "Modal Sandboxes"
@@ -272,19 +267,15 @@ def _sandbox(settings: Settings) -> Check:
         return Check(
             "sandbox", "note", f"{sys.platform} has no namespaces; run the reward service on Linux"
         )
-    missing = host.missing_primitive()
-    if missing is None:
-        return Check(
-            "sandbox", "ok", "this host has namespaces, read-only mounts and system call filters"
-        )
-    remedy = (
-        "allow user namespaces (sysctl user.max_user_namespaces, "
-        "kernel.apparmor_restrict_unprivileged_userns; in a container "
-        "security_opt seccomp=docker/seccomp-reward.json), or ask by name for HONE_SANDBOX=unsafe"
+    tried = subprocess.run(
+        [sys.executable, "-m", "services.reward.sandbox.local"], capture_output=True, text=True
     )
-    return Check(
-        "sandbox", "fault", f"model-written code cannot be isolated here: {missing}; {remedy}"
-    )
+    if tried.returncode:
+        why = tried.stderr.strip().rpartition("\n")[2]
+        return Check("sandbox", "note", f"it cannot be tried here: {why}")
+    if problem := tried.stdout.strip():
+        return Check("sandbox", "fault", problem)
+    return Check("sandbox", "ok", "this host isolates programs, and the sandbox passes its tests")
 
 
 async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Check]:
@@ -322,20 +313,25 @@ async def _known_there(settings: Settings) -> list[Check]:
     given = settings.model_fields_set
     if given & {f"{name}_url" for name in ("trainer", "rollout", "reward")}:
         return []
-    token, url = settings.bearer(), settings.orchestrator_url
-    try:
-        async with Client("orchestrator", url, token=token, patience_s=0.0) as client:
-            found = await client.get("/v1/services", ServiceList, deadline_s=ANSWER_S)
-    except HoneError:  # the check of the orchestrator says so
-        return []
+    found = await _orchestrator_says(settings, "/v1/services", ServiceList)
     return [
         Check(
             one.service,
             "ok" if one.error is None else "fault",
             f"{one.url} {one.error or 'answers'}, as the orchestrator says",
         )
-        for one in found.services
+        for one in (found.services if found else ())
     ]
+
+
+async def _orchestrator_says(settings: Settings, path: str, answer: type[M]) -> M | None:
+    """Returns the answer; None if there is none, which the check of the orchestrator says."""
+    token, url = settings.bearer(), settings.orchestrator_url
+    try:
+        async with Client("orchestrator", url, token=token, patience_s=0.0) as client:
+            return await client.get(path, answer, deadline_s=ANSWER_S)
+    except HoneError:
+        return None
 
 
 def _runs_folder(path: Path) -> Check:
@@ -354,12 +350,8 @@ async def _registered(settings: Settings) -> tuple[RegisteredSampler, ...]:
     """Returns the samplers that registered themselves, none if the orchestrator does not answer."""
     if REGISTERED not in settings.rollout_urls:
         return ()
-    token, url = settings.bearer(), settings.orchestrator_url
-    try:
-        async with Client("orchestrator", url, token=token, patience_s=0.0) as client:
-            return (await client.get("/v1/samplers", SamplerList, deadline_s=5.0)).samplers
-    except HoneError:  # the check of the orchestrator says so
-        return ()
+    found = await _orchestrator_says(settings, "/v1/samplers", SamplerList)
+    return found.samplers if found else ()
 
 
 def _lease(sampler: RegisteredSampler) -> Check:

@@ -1,5 +1,5 @@
-"""`hone grade`: tries rewards on one completion, or on a file of them. It uses the running reward
-service, or starts one for the call."""
+"""`hone grade`: tries rewards on one completion or on a file of them, by the running reward service
+or by one that is started for the call; or on the stored rollouts of a job."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ import asyncio
 import json
 import statistics
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
 from rich.markup import escape
 from rich.table import Table
 
-from hone.reward_service import PING_DEADLINE_S, reward_service
-from hone.shell import REWARDS_ONLY, Output, OutputOption, command, show
-from shared.errors import BadRequest, Unavailable
+from hone import reports
+from hone.reward_service import reward_service
+from hone.shell import (
+    REWARDS_ONLY,
+    Output,
+    OutputOption,
+    command,
+    connect,
+    job_names,
+    report_progress,
+    show,
+)
+from shared.errors import BadRequest
 from shared.http.client import Client
 from shared.job import RewardSpec
-from shared.job.file import load_job, read_source
-from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
+from shared.job.file import load_job, make_job, read_source
+from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult
 
 SCORE_DEADLINE_S = 900.0
 
@@ -31,19 +40,7 @@ AT_ONCE = 1024
 """Completions of one request to the reward service."""
 
 ITEM = ("completion", "prompt", "num_tokens")
-
-SILENT_S = 5.0
-"""Seconds of grading until a message says that it is still running."""
-
-STILL_GRADING = (
-    f"still grading after {SILENT_S:g} s: the reward's code is being imported, or runs; Ctrl-C "
-    "ends the wait"
-)
-
-AWAY = (
-    "the reward service at {url} no longer answers; it is asked again until it does; Ctrl-C ends "
-    "the wait"
-)
+"""Columns of a row that are fields of the item to grade."""
 
 
 @command
@@ -56,13 +53,15 @@ def grade(
     ] = "-",
     completions: Annotated[
         Path | None,
-        typer.Option(help="JSON lines, each a row with its `completion`; in place of the three"),
+        typer.Option(help="JSON lines, each a row with its `completion`; in place of both"),
     ] = None,
-    row: Annotated[str, typer.Option(help="the dataset's row as JSON")] = "{}",
-    prompt: Annotated[str, typer.Option(help="what the model was asked")] = "",
-    num_tokens: Annotated[
-        int | None, typer.Option(help="the completion's length in tokens")
-    ] = None,
+    row: Annotated[
+        str,
+        typer.Option(
+            help="the dataset's row as JSON, with what was asked as `prompt`, and the completion's "
+            "length as `num_tokens`, for graders that look at these"
+        ),
+    ] = "{}",
     param: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE of the grader, may be repeated")
     ] = None,
@@ -71,32 +70,37 @@ def grade(
     reward: Annotated[
         Path | None, typer.Option(help="a TOML with [[rewards]]; a job file will do")
     ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="a job, whose stored rollouts of --step are graded anew; the job is unchanged",
+            autocompletion=job_names,
+        ),
+    ] = None,
+    step: Annotated[str, typer.Option(help="which steps of --job: 7, or 3:9 for 3 to 9")] = "",
+    limit: Annotated[
+        int, typer.Option("-n", help="how many of --job's rollouts that differ most to show")
+    ] = 10,
     output: OutputOption = Output.table,
 ) -> None:
-    """Try a grader, or rewards of your own, on one completion or on a file of them.
+    """Try rewards on a completion, on a file of them, or on a job's rollouts.
 
-    Exits 1 if a completion has no reward."""
-    if sum(source is not None for source in (grader, file, reward)) != 1:
-        raise BadRequest(
-            "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
-        )
-    if reward is not None and param:
-        raise BadRequest(
-            "--param goes with a grader or --file; the rewards of --reward have their params in "
-            "the TOML"
-        )
-    if reward is not None:
-        rewards = load_job(reward, REWARDS_ONLY).rewards
-    else:
-        own = own_reward(file, function, param or []) if file else None
-        rewards = (own or RewardSpec(grader=grader or "", params=_params(param or [])),)
+    Exits 1 if a completion has no reward. Of a job it shows how many rewards would change, and how
+    many advantages their sign."""
+    steps = None if job is None else steps_of(step)
+    rewards = rewards_of(grader, file, function, reward, param or [])
+    if job is not None and steps is not None:
+        with connect() as client, report_progress("grading"):
+            report = client.regrade(job, *steps, rewards, limit)
+        show(output, report, lambda: reports.regrade_table(report))
+        return
     if completions is not None:
         graded = FileScores.of(score(items_in(completions), rewards))
         show(output, graded, lambda: list_of(graded))
         missing = graded.num_missing
     else:
         text = sys.stdin.read() if completion == "-" else completion
-        (result,) = score([item(text, prompt, row, num_tokens)], rewards)
+        (result,) = score([item(row, "--row", completion=text)], rewards)
         show(output, result, lambda: table(result))
         missing = result.value is None
     if missing:
@@ -117,48 +121,61 @@ class FileScores(BaseModel):
         return cls(mean=mean, num_missing=len(scores) - len(values), scores=tuple(scores))
 
 
-def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward for `function` in `file`. Raises BadRequest if the file cannot be read."""
-    source = read_source(file)
-    return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
-
-
-def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> ScoreItem:
-    """Returns the completion to grade. `row` is a JSON object. Raises BadRequest if it is not."""
-    try:
-        columns: Any = json.loads(row)
-    except json.JSONDecodeError as error:
-        raise BadRequest(f"--row {row!r:.80} is not JSON: {error}") from error
-    if not isinstance(columns, dict):
+def rewards_of(
+    grader: str | None,
+    file: Path | None,
+    function: str,
+    reward: Path | None,
+    params: Sequence[str],
+) -> tuple[RewardSpec, ...]:
+    """Returns the rewards to try: of a grader's name, of `function` in `file`, or of the TOML file
+    `reward`. Raises BadRequest unless there is one of the three."""
+    if sum(source is not None for source in (grader, file, reward)) != 1:
         raise BadRequest(
-            f'--row is {row!r:.80}; expected a JSON object, for example \'{{"answer": "42"}}\''
+            "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
         )
-    return ScoreItem(
-        prompt=prompt,
-        completion=completion,
-        num_tokens=num_tokens,
-        row=cast(dict[str, Any], columns),
-    )
+    if reward is not None:
+        if params:
+            raise BadRequest("the TOML of --reward has the params; expected no --param with it")
+        return load_job(reward, REWARDS_ONLY).rewards
+    if wrong := [param for param in params if "=" not in param[1:]]:
+        raise BadRequest(f"--param {wrong[0]!r}: expected KEY=VALUE, such as column=answer")
+    own = {"grader": grader} if file is None else {"file": str(file), "function": function}
+    given = [f"rewards.0.params.{param}" for param in params]
+    return make_job({"rewards": [own]}, [*REWARDS_ONLY, *given], "hone grade").rewards
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """Returns the first and last step of `A:B`, or of `A` alone."""
+    first, separator, last = text.partition(":")
+    if not first.isdecimal() or (separator and not last.isdecimal()) or not int(first):
+        raise BadRequest(
+            f"--step {text!r}: expected a step such as 7, or a range of them such as 3:9; the "
+            "first step is 1"
+        )
+    return int(first), int(last or first)
+
+
+def item(row: str, where: str, **given: str) -> ScoreItem:
+    """Returns the completion to grade, of a row as a JSON object: its columns in ITEM, and `given`
+    ones, are the item's, all but the completion its row's. Raises BadRequest with `where` it is."""
+    try:
+        columns: dict[str, Any] = json.loads(row) | given
+        own = {name: columns[name] for name in ITEM if columns.get(name) is not None}
+        rest = {name: value for name, value in columns.items() if name != "completion"}
+        return ScoreItem.model_validate({"prompt": ""} | own | {"row": rest})
+    except (ValueError, TypeError) as error:
+        raise BadRequest(
+            f"{where} is {row!r:.80}; expected a JSON object of the row's columns, for example "
+            '{"answer": "42"}, in a file with the text `completion`'
+        ) from error
 
 
 def items_in(file: Path) -> list[ScoreItem]:
-    """Returns the completions in a file of JSON lines. A line's `completion`, `prompt` and
-    `num_tokens` are the item's, all its columns its row's. Raises BadRequest for a line without a
+    """Returns the completions in a file of JSON lines. Raises BadRequest for a line without a
     completion."""
-    found: list[ScoreItem] = []
-    for number, line in enumerate(read_source(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            columns: Any = json.loads(line)
-            given = {name: columns[name] for name in ITEM if columns.get(name) is not None}
-            own = {name: value for name, value in columns.items() if name != "completion"}
-            found.append(ScoreItem.model_validate({"prompt": ""} | given | {"row": own}))
-        except (ValueError, AttributeError) as error:
-            raise BadRequest(
-                f"{file}, line {number} is {line!r:.80}; expected a JSON object with `completion`, "
-                "a text, beside the row's columns"
-            ) from error
+    lines = enumerate(read_source(file).split("\n"), 1)
+    found = [item(line, f"{file}, line {number}") for number, line in lines if line.strip()]
     if not found:
         raise BadRequest(f"{str(file)!r} has no line; expected JSON lines with `completion`")
     return found
@@ -166,11 +183,11 @@ def items_in(file: Path) -> list[ScoreItem]:
 
 def score(items: Sequence[ScoreItem], rewards: Sequence[RewardSpec]) -> list[Score]:
     """Returns the reward service's scores. Raises its HoneError."""
-    with reward_service() as (url, token):
-        requests = [
-            ScoreRequest(items=tuple(items[start : start + AT_ONCE]), rewards=tuple(rewards))
-            for start in range(0, len(items), AT_ONCE)
-        ]
+    requests = [
+        ScoreRequest(items=tuple(items[start : start + AT_ONCE]), rewards=tuple(rewards))
+        for start in range(0, len(items), AT_ONCE)
+    ]
+    with reward_service() as (url, token), report_progress("grading"):
         return [each for ask in requests for each in asyncio.run(_score(url, token, ask))]
 
 
@@ -208,34 +225,9 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _params(params: Sequence[str]) -> dict[str, Any]:
-    """Returns the params of "key=value", each value as TOML or text."""
-    found: dict[str, Any] = {}
-    for param in params:
-        key, separator, text = param.partition("=")
-        if not separator or not key:
-            raise BadRequest(
-                f"--param {param!r}: expected KEY=VALUE, for example --param column=answer"
-            )
-        try:
-            found[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            found[key] = text
-    return found
-
-
 async def _score(url: str, token: str | None, request: ScoreRequest) -> tuple[Score, ...]:
     async with Client("reward", url, token=token) as client:
-        call = client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)
-        grading = asyncio.ensure_future(call)
-        if not (await asyncio.wait({grading}, timeout=SILENT_S))[0]:
-            typer.echo(await _why_silent(client, url), err=True)
-        return (await grading).scores
-
-
-async def _why_silent(client: Client, url: str) -> str:
-    try:
-        await client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S)
-    except Unavailable:
-        return AWAY.format(url=url)
-    return STILL_GRADING
+        result = await client.call(
+            "POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S
+        )
+        return result.scores

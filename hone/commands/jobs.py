@@ -1,5 +1,4 @@
-"""Jobs: `hone ls`, `get`, `cancel`, `pause`, `resume`, `rm`; what a job does and did: `hone logs`;
-and `hone wait`, for scripts."""
+"""Jobs: `hone ls`, `cancel`, `pause`, `resume`, `rm`; what a job does and did: `hone logs`."""
 
 from __future__ import annotations
 
@@ -9,13 +8,12 @@ import typer
 from rich.console import Console
 
 from hone import view
-from hone.async_client import NotEnded
 from hone.shell import (
     FAILED,
     INTERRUPTED,
     PAUSED,
-    TIMED_OUT,
     JobArgument,
+    OptionalJobArgument,
     Output,
     OutputOption,
     as_json,
@@ -41,6 +39,7 @@ NONE_PAUSED = "no job is paused"
 
 @command
 def ls(
+    job: OptionalJobArgument = None,
     limit: Annotated[int, typer.Option(help="how many")] = 20,
     status: Annotated[JobStatus | None, typer.Option(help="only jobs of this status")] = None,
     name: Annotated[str | None, typer.Option(help="only jobs of this name")] = None,
@@ -49,9 +48,18 @@ def ls(
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """List jobs, newest first."""
+    """List jobs, newest first, or show one job.
+
+    Of one job it shows the whole record: what it does or waits for, why it is paused, its summary,
+    and the report of an evaluation."""
     wanted = _pairs(metadata or [])
+    if job is not None and (status or name or wanted):
+        raise BadRequest("--status, --name and --metadata choose from the list; name no job")
     with connect() as client:
+        if job is not None:
+            record = client.get(job)
+            show(output, record, lambda: view.job_details(record))
+            return
         listed = client.list(limit, status=status, name=name, metadata=wanted)
     show(output, listed.jobs, lambda: view.job_list(listed.jobs) if listed.jobs else NO_JOBS)
     if listed.unreadable:
@@ -64,14 +72,6 @@ def _pairs(given: list[str]) -> dict[str, str]:
         if "=" not in one[1:]:
             raise BadRequest(f"--metadata {one!r}: expected NAME=VALUE, for example team=math")
     return dict(one.split("=", 1) for one in given)
-
-
-@command
-def get(job: JobArgument, output: OutputOption = Output.table) -> None:
-    """Show one job."""
-    with connect() as client:
-        record = client.get(job)
-    show(output, record, lambda: view.job_details(record))
 
 
 @command
@@ -97,9 +97,7 @@ def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 @command
 def resume(
-    job: Annotated[
-        str | None, typer.Argument(help="a job's id, or its name for the newest of that name")
-    ] = None,
+    job: OptionalJobArgument = None,
     every: Annotated[
         bool, typer.Option("--all", help="every paused job, also jobs that you paused")
     ] = False,
@@ -166,7 +164,8 @@ def logs(
 ) -> None:
     """Show what happened to a job.
 
-    With -f it exits 0 if the job succeeded, 1 if not, and 3 if it is paused."""
+    With -f it shows the job's record too once the job ends or pauses, and exits 0 if the job
+    succeeded, 1 if not, and 3 if it is paused."""
     with connect() as client:
         if following:
             follow(client, job, output, last)
@@ -208,26 +207,3 @@ def show_end(record: JobRecord, output: Output) -> None:
         out.print(view.what_next(record), soft_wrap=True, highlight=False)
     if record.status != "succeeded":
         raise typer.Exit(PAUSED if record.status == "paused" else FAILED)
-
-
-@command
-def wait(
-    job: JobArgument,
-    timeout_s: Annotated[
-        float | None, typer.Option("--timeout", min=0, help="seconds, after which it exits 124")
-    ] = None,
-    output: OutputOption = Output.table,
-) -> None:
-    """Wait for a job to end or pause.
-
-    Shows what became of it. Exits 0 if it succeeded, 1 if not, 3 if it is paused, and 124 if it
-    continues after --timeout seconds."""
-    with connect() as client:
-        try:
-            record = client.wait(job, timeout_s=timeout_s)
-        except NotEnded as error:
-            say(f"hone: {error.detail}")
-            raise typer.Exit(TIMED_OUT) from error
-    if output is Output.json:
-        as_json(record)
-    show_end(record, output)

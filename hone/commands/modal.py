@@ -1,4 +1,4 @@
-"""`hone modal up`, `down`, `status`; `hone data upload`: Hone on Modal."""
+"""`hone modal up`, `down`, `status`, `upload`: Hone on Modal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ app.add_typer(
     help="Deploy to Modal.\n\nThe settings HONE_MODAL_* say what (docs/modal.md).",
 )
 
-data = typer.Typer(no_args_is_help=True)
-app.add_typer(data, name="data", help="Data files on Modal.")
-
 TrialOption = Annotated[
-    bool, typer.Option("--trial", help="all of it in one container, Redis included")
+    bool, typer.Option("--trial", help="the trial: all of it in one container, Redis included")
 ]
 
 
@@ -35,12 +32,7 @@ def up(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
 
 
 @command_of(group)
-def down(
-    trial: Annotated[
-        bool, typer.Option("--trial", help="stop the trial's container instead")
-    ] = False,
-    output: OutputOption = Output.table,
-) -> None:
+def down(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
     """Stop the services and what they run. Volumes stay; jobs continue at the next `hone modal
     up`."""
     _manage("down", output, *(["--trial"] if trial else []))
@@ -52,7 +44,7 @@ def status(output: OutputOption = Output.table) -> None:
     _manage("status", output)
 
 
-@command_of(data)
+@command_of(group)
 def upload(
     files: Annotated[list[Path], typer.Argument(help="data files, for jobs to name")],
     output: OutputOption = Output.table,

@@ -1,13 +1,12 @@
-"""The stack: `hone up` and `hone down` on this machine; its page, or a page of run folders alone:
-`hone open`, `hone view`; the records of its jobs after Redis lost its data: `hone recover`; and its
-API keys: `hone keys create`, `list`, `revoke`."""
+"""The stack: `hone up` and `hone down` on this machine; the page of run folders without a stack:
+`hone view`; the records of jobs after Redis lost its data: `hone recover`; and API keys: `hone keys
+create`, `list`, `revoke`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hone import stack
-from hone.shell import Output, OutputOption, app, command, command_of, connect, out, page_of, show
+from hone.shell import Output, OutputOption, app, command, command_of, connect, show
 from hone.stack import check_installed
 from shared.errors import BadRequest
 from shared.wire import Access, KeyList, Recovered
@@ -43,25 +42,6 @@ def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.tabl
 # --- the page ------------------------------------------------------------------------------------
 
 VIEW = "services.orchestrator.extensions.page.view"
-
-
-@command
-def open_(
-    job: Annotated[str | None, typer.Argument(help="a job's id or name")] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="only print the address, and open no browser")
-    ] = False,
-    output: OutputOption = Output.table,
-) -> None:
-    """Open the page in a browser, at the list of jobs or at a job."""
-    with connect() as client:
-        address = page_of(client, client.get(job).id if job else None)
-    if output is Output.json:
-        out.print_json(data={"url": address})
-        return
-    out.print(address, highlight=False, soft_wrap=True)
-    if not print_only:
-        webbrowser.open(address)
 
 
 @command

@@ -27,7 +27,6 @@ from hone.shell import (
     err,
     job_in,
     out,
-    page_of,
     report_progress,
     say,
     show,
@@ -101,7 +100,8 @@ def submit_or_withdraw(
         elif output is Output.table:
             said = f"job {record.id} accepted; results go to {record.run_dir}"
             out.print(said, soft_wrap=True, highlight=False)
-            out.print(f"  {page_of(client, record.id)} shows it", soft_wrap=True, highlight=False)
+            page = f"{client.url.rstrip('/')}/#/jobs/{record.id}"
+            out.print(f"  {page} shows it", soft_wrap=True, highlight=False)
         return record
     except Unavailable:
         if key is None:

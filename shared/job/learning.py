@@ -71,10 +71,10 @@ class TrainingSpec(Section):
     are. "program": a program says each step, by Tinker's API, which makes such a job itself."""
 
     start_from: str | None = Field(default=None, min_length=1, max_length=4096)
-    """A checkpoint of another job, by its full path below `HONE_RUNS_DIR` (`hone checkpoints`
-    lists them), whose trained weights this job begins with: of the same base model, and with an
-    adapter of the same rank, alpha and layers if there is one. None: the model alone. `beta`
-    and `dpo_beta` measure from `model` in any case."""
+    """A checkpoint of another job, by its full path below `HONE_RUNS_DIR`, as
+    `hone download JOB --list` shows it, whose trained weights this job begins with: of the same
+    base model, and with an adapter of the same rank, alpha and layers if there is one. None: the
+    model alone. `beta` and `dpo_beta` measure from `model` in any case."""
 
     start_optimizer: bool = False
     """Whether the optimizer's state of `start_from` is taken too. Else the optimizer begins

@@ -23,7 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy import demo
-from hone import Client, load_job, stack, view
+from hone import Client, NotEnded, load_job, stack, view
 from hone.cli import app
 from services.orchestrator.api import history
 from services.orchestrator.jobs import recovery
@@ -78,21 +78,21 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
     hone("init", "--name", "first")
     tried = hone("submit", "--dry-run", "job.toml")
     shown = hone("run", "job.toml", "--set", "steps=2")
-    curve = hone("plot", "first")
+    curve = hone("metrics", "first", "--plot")
     assert "is valid: 64 problems, 8 held out" in tried
     assert "reference answers earn 1.00, empty completions earn 0.00" in tried
     assert "step 2/2  reward" in shown and "status" in shown
-    record = json.loads(hone("get", "first", "-o", "json"))
+    record = json.loads(hone("ls", "first", "-o", "json"))
     assert (record["status"], record["step"]) == ("succeeded", 2)
     for command in (
         f"hone download {record['id']}",
-        f"hone plot {record['id']}",
+        f"hone metrics {record['id']} --plot",
         f"hone eval {here}/model {record['id']} --job",
     ):
         assert command in shown, shown
     dtype = record["summary"]["dtype"]
     assert f"vllm serve {record['summary']['checkpoint']} --dtype {dtype}" in shown
-    assert record["id"] in curve and "step 2" in curve and "●" in curve
+    assert curve.startswith("first\n") and "step 2" in curve and "●" in curve
 
 
 def test_the_skill_for_coding_agents_works_as_it_is_written(here: Path) -> None:
@@ -103,37 +103,8 @@ def test_the_skill_for_coding_agents_works_as_it_is_written(here: Path) -> None:
         # the stack is up, looks at no machine, and its trainer writes no checkpoint
         if words[0] not in ("up", "doctor", "eval", "download"):
             hone(*words)
-    record = json.loads(hone("get", "first", "-o", "json"))
+    record = json.loads(hone("ls", "first", "-o", "json"))
     assert (record["status"], record["step"]) == ("succeeded", 2)
-
-
-@pytest.mark.slow  # it loads matplotlib
-def test_a_picture_of_the_curve_is_written(here: Path) -> None:
-    pytest.importorskip("matplotlib")
-    hone("init", "--name", "drawn")
-    hone("run", "job.toml", "--set", "steps=1")
-    assert "wrote curve.png" in hone("plot", "drawn", "--png", "curve.png")
-    hone("plot", "drawn", "--png", "curve")  # the very file, without a suffix too
-    for name in ("curve.png", "curve"):
-        assert (here / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_wait_ends_with_the_job_or_when_it_waits_for_a_person(
-    here: Path, served: ServedStack
-) -> None:
-    hone("init", "--name", "waited")
-    hone("submit", "job.toml", "--set", "steps=1")
-    assert "succeeded" in hone("wait", "waited")
-    assert json.loads(hone("wait", "waited", "-o", "json"))["step"] == 1
-    released = threading.Event()
-    served.fakes.fault["train_step"] = until(released)
-    hone("submit", "job.toml", "--set", "steps=1")
-    hone("pause", "waited")
-    shown = hone("wait", "waited", code=3)
-    released.set()
-    del served.fakes.fault["train_step"]
-    assert "paused because" in shown and "hone resume waited-" in shown
-    hone("cancel", "waited")
 
 
 def test_a_follower_hears_what_a_job_is_at_while_nothing_happens(
@@ -217,15 +188,15 @@ def test_the_demo_is_never_silent_and_shows_its_table_before_the_picture(
     assert "learning_curve.png\nchat with it" in told.getvalue()
 
 
-def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
+def test_who_follows_a_job_that_pauses_is_told_how_it_continues(
     here: Path, served: ServedStack
 ) -> None:
     hone("init", "--name", "held")
     released = threading.Event()
     served.fakes.fault["train_step"] = until(released)
     job = json.loads(hone("submit", "job.toml", "--set", "steps=2", "-o", "json"))["id"]
-    said = hone("wait", job, "--timeout", "0.2", code=124)
-    assert f"job {job} is " in said and "after 0.2 s, and continues" in said
+    with Client(served.url) as client, pytest.raises(NotEnded, match=r"after 0.2 s, and continues"):
+        client.wait(job, timeout_s=0.2)
     hone("pause", job)
     for shown in (hone("logs", "-f", job, code=3), hone("logs", "-f", "-n", "1", job, code=3)):
         assert f"hone resume {job}" in shown and "paused because" in shown
@@ -236,7 +207,7 @@ def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
     assert "no job is paused" not in hone("resume", "--all")
     released.set()
     del served.fakes.fault["train_step"]
-    assert "succeeded" in hone("wait", job)
+    assert "succeeded" in hone("logs", "-f", job)
     assert len(hone("logs", "-n", "2", job).splitlines()) == 2
     rows = json.loads(hone("metrics", job, "--keys", "reward, loss", "-o", "json"))["rows"]
     assert [sorted(row["metrics"]) for row in rows[1:]] == [["loss", "reward"]] * 2

@@ -253,7 +253,7 @@ async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_aga
         f"step {paused.step + 1}: 100% of the rewards are missing; expected at most 50%; right: "
         "the judge answered 401; look into the log of the reward service; a mistake in the job "
         "itself, such as its reward code, is stored with it: for that submit a corrected job, with "
-        f"the newest checkpoint as its model if there is one (`hone checkpoints {job_id}`); "
+        f"the newest checkpoint as its model if there is one (`hone download {job_id} --list`); "
         f"otherwise fix the cause, then `hone resume {job_id}` continues from there"
     )
     assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), (

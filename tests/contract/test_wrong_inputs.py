@@ -216,7 +216,10 @@ AT_ONCE = (
     Case("no orchestrator at its URL", hone("ls", HONE_ORCHESTRATOR_URL="http://127.0.0.1:9")),
     Case("a port that is none", hone("ls", HONE_ORCHESTRATOR_PORT="x")),
     Case("`hone explain` of `sampling.topp`", hone("explain", "sampling.topp")),
-    Case("`hone regrade mine --step 0`", hone("regrade", "mine", "--step", "0", "--reward", "x")),
+    Case(
+        "`hone grade --job mine --step 0`",
+        hone("grade", "--job", "mine", "--step", "0", "--reward", "x"),
+    ),
     Case("`hone ls --metadata team`", hone("ls", "--metadata", "team")),
     Case("`hone grade` without a grader", hone("grade", "--completion", "x")),
     Case("`hone grade` of a row that is no JSON", hone("grade", "math", "--row", "{")),
@@ -350,9 +353,9 @@ HEAD = """# Wrong inputs, and what is said of them
 {count} wrong inputs, with the sentence that each is answered and when it comes. What a command
 finds out ends it with exit code 2; what the orchestrator refuses has the HTTP status, and
 `hone submit` then prints the same sentence and ends with exit code 2, after HTTP 503 once it has
-asked again for a while. (1: the job did not succeed; 3: it is paused; 124: the time of `hone wait
---timeout` is over; 130: Ctrl-C.) None of them reaches a running engine. The table is made by the
-test that tries them ([`test_wrong_inputs.py`](../tests/contract/test_wrong_inputs.py)).
+asked again for a while. (1: the job did not succeed; 3: it is paused; 130: Ctrl-C.) None of them
+reaches a running engine. The table is made by the test that tries them
+([`test_wrong_inputs.py`](../tests/contract/test_wrong_inputs.py)).
 """
 
 

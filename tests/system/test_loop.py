@@ -123,7 +123,7 @@ def learned(stack: Stack) -> dict[str, Any]:
         "--follow",
     )
     assert f"step {STEPS}/{STEPS}  reward" in shown and "ETA" in shown
-    return dict(json.loads(stack.hone("get", "demo-tiny", "-o", "json")))
+    return dict(json.loads(stack.hone("ls", "demo-tiny", "-o", "json")))
 
 
 def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None:
@@ -206,15 +206,14 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
         rollout.parts["python_value"].verdict for rollout in listed.rollouts if rollout.reward
     }
     assert verdicts == {"ok"}
-    regraded = stack.hone("regrade", job_id, "--step", "7:8", "--reward", "job.toml")
+    regrade = ("grade", "--job", job_id, "--step")
+    regraded = stack.hone(*regrade, "7:8", "--reward", "job.toml")
     assert "0 of 768 rewards would change, and 0 advantages their sign." in regraded
     (stack.folder / "new.toml").write_text(
         '[[rewards]]\ngrader = "length"\nparams = { target = 1 }\n'
     )
     report = RegradeReport.model_validate_json(
-        stack.hone(
-            "regrade", job_id, "--step", "7", "--reward", "new.toml", "-n", "3", "-o", "json"
-        )
+        stack.hone(*regrade, "7", "--reward", "new.toml", "-n", "3", "-o", "json")
     )
     assert len(report.steps) == 1 and len(report.examples) == 3 and report.steps[0].flipped
     doctor = json.loads(stack.hone("doctor", "-o", "json"))
@@ -305,9 +304,6 @@ def test_the_openai_client_samples_the_trained_policy(
         for text, row in zip(texts, rows, strict=True)
     )
     assert right / len(rows) >= 0.6
-    asked = ("--prompt", rows[0]["prompt"], "--max-tokens", "6", "--temperature", "0")
-    said = json.loads(stack.hone("sample", *asked, "-o", "json"))
-    assert (said["model"], said["choices"][0]["text"]) == (model, texts[0])
 
 
 @pytest.mark.soak
@@ -525,7 +521,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     assert "hone resume" in stack.hone("pause", record["id"])
     assert f"hone resume {record['id']}" in follow.communicate(timeout=60)[0]
     assert follow.returncode == 3
-    assert json.loads(stack.hone("get", record["id"], "-o", "json"))["status"] == "paused"
+    assert json.loads(stack.hone("ls", record["id"], "-o", "json"))["status"] == "paused"
     stack.hone("resume", record["id"])
     follow = start_following(stack, record["id"])
     assert follow.stdout
@@ -533,7 +529,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     kill_a_trainer_rank(stack)
     rest = follow.communicate(timeout=400)[0]
     stack.processes |= processes_of(stack.launcher)
-    ended = json.loads(stack.hone("get", record["id"], "-o", "json"))
+    ended = json.loads(stack.hone("ls", record["id"], "-o", "json"))
     assert (ended["status"], ended["step"]) == ("succeeded", steps), rest
     assert ended["recoveries"] >= 1, rest
     assert "loading the job again (recovery 1 of 3)" in rest
@@ -583,8 +579,8 @@ def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
         sets = [part for change in changes for part in ("--set", change)]
         stack.hone("submit", "job.toml", *sets)
     for name in ("first", "second"):
-        stack.hone("wait", name)
-        record = json.loads(stack.hone("get", name, "-o", "json"))
+        stack.hone("logs", "-f", name)
+        record = json.loads(stack.hone("ls", name, "-o", "json"))
         assert record["status"] == "succeeded", record["error"]
         ids.append(record["id"])
         lines = (Path(record["run_dir"]) / "weights.jsonl").read_text().splitlines()
@@ -626,7 +622,7 @@ def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
     shown = stack.hone("run", "first.toml", *changes)
     assert "math: reference answers earn 1.00, empty completions earn 0.00" in shown
     assert "step 2/2  reward" in shown and "vllm serve " in shown
-    assert "step 2" in stack.hone("plot", "first")
+    assert "step 2" in stack.hone("metrics", "first", "--plot")
 
 
 RIGHT_ANSWER = (
@@ -686,7 +682,7 @@ def test_a_public_data_set_trains_in_its_own_layout_by_its_job_file(
     assert first["content"][1]["content"] == question and question in first["text"]
     assert (tried["num_train"], tried["num_held_out"]) == (6, 2) and first["num_tokens"] > 10
     stack.hone("submit", job, "--follow", *options)
-    record = json.loads(stack.hone("get", tried["job"]["name"], "-o", "json"))
+    record = json.loads(stack.hone("ls", tried["job"]["name"], "-o", "json"))
     assert (record["status"], record["step"]) == ("succeeded", 2)
     assert record["data"]["train"].startswith("xxh3-")
     steps = json.loads(stack.hone("metrics", record["name"], "-o", "json"))["rows"]

@@ -143,7 +143,7 @@ class Stack(HoneStack):
     model: Path = Path()
 
     def ended(self, name: str) -> dict[str, Any]:
-        record = json.loads(self.hone("get", name, "-o", "json"))
+        record = json.loads(self.hone("ls", name, "-o", "json"))
         assert record["status"] == "succeeded", record["error"]
         return record
 

@@ -122,7 +122,7 @@ ENDS_THEM = (
 )
 NEW_JOB = (
     "submit a corrected job, with the newest checkpoint as its model if there is one "
-    "(`hone checkpoints {job}`)"
+    "(`hone download {job} --list`)"
 )
 CHANGE_IT = (
     "correct the service and `hone resume {job}`, or the job: `hone resume {job} --set KEY=VALUE` "

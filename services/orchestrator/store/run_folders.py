@@ -285,7 +285,7 @@ def _check_fits(job: Job, start: str, folder: Path, runs_dir: Path) -> None:
     if not folder.is_relative_to(runs_dir) or not (folder / STATE).is_dir():
         raise BadRequest(
             f"training.start_from is {start!r:.200}, which is no checkpoint below HONE_RUNS_DIR; "
-            "expected the full path of one, as `hone checkpoints JOB` lists them"
+            "expected the full path of one, as `hone download JOB --list` shows it"
         )
     try:
         source = Job.model_validate(json.loads((folder / MANIFEST).read_bytes())["job"])

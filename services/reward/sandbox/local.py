@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 from collections import deque
 from contextvars import ContextVar
 from pathlib import Path
@@ -28,7 +29,7 @@ from services.reward.sandbox.base import (
 from services.reward.sandbox.host import NO_PACKAGES, Groups, Packages
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES
 from services.reward.sandbox.slots import ImportFailed, IsolationFailed, Slot
-from shared.host.logs import get_logger
+from shared.host.logs import get_logger, to_stderr
 from shared.turns import Turns
 from shared.wire import ExecuteRequest, Execution
 
@@ -217,3 +218,17 @@ def _refusal(reason: str) -> str:
         "run such code with resource "
         "limits only"
     )
+
+
+async def refusal_here() -> str:
+    """Returns why this host cannot isolate programs; "" if it can."""
+    sandbox = LocalSandbox(isolated=True, num_slots=1)
+    await sandbox.start()
+    problem = sandbox.problem()
+    await sandbox.close()
+    return problem or ""
+
+
+if __name__ == "__main__":  # `hone doctor` runs it
+    to_stderr()
+    sys.stdout.write(asyncio.run(refusal_here()))

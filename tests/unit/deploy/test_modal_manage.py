@@ -1,4 +1,4 @@
-"""`hone modal` and `hone data upload`: what they ask of the `modal` command, and what they show."""
+"""`hone modal`: what it asks of the `modal` command, and what it shows."""
 
 from __future__ import annotations
 

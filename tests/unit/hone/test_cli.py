@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from hone import cli, commands
 from hone.cli import app
-from hone.commands.results import steps_of
+from hone.commands.grade import steps_of
 from hone.shell import REWARDS_ONLY
 from hone.stack import control
 from shared.errors import BadRequest
@@ -61,6 +62,14 @@ def test_every_command_is_listed_with_what_it_does_and_says_the_same_itself() ->
         own = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False).output
         assert text in " ".join(own.split()), name
     assert "Did you mean 'ls'?" in CliRunner().invoke(app, ["lss"]).output
+
+
+@pytest.mark.parametrize("name", cli.REPLACED)
+def test_an_old_name_is_answered_with_a_command_that_there_is(name: str) -> None:
+    done = CliRunner().invoke(app, [name, "a", "--any"])
+    assert done.exit_code == 2 and f"no command {name!r}; " in done.output
+    named = re.findall(r"`hone (\w+)", cli.REPLACED[name])
+    assert {*named} <= cli.find_commands().keys() and name not in cli.find_commands()
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(

@@ -1,4 +1,4 @@
-"""`hone metrics A B` and `hone plot A B`, as typed."""
+"""`hone metrics A B`, as a table and with --plot, as typed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,10 +13,9 @@ from typer.testing import CliRunner
 
 from hone import view
 from hone.cli import app
-from hone.commands import metrics
+from hone.commands import results
 from shared.errors import NotFound
-from shared.wire import JobRecord, MetricsList, MetricsRow
-from tests.support.job_records import record
+from shared.wire import MetricsList, MetricsRow
 
 REWARDS = {"low": (0.0, 0.25), "high": (0.0, 0.75, 1.0)}
 
@@ -25,13 +23,10 @@ REWARDS = {"low": (0.0, 0.25), "high": (0.0, 0.75, 1.0)}
 class Orchestrator:
     """Answers as `hone.Client` does, for two jobs."""
 
-    def get(self, job: str) -> JobRecord:
+    def metrics(self, job: str, after_step: int = -1) -> MetricsList:
         if job not in REWARDS:
             raise NotFound(f"no job {job!r}")
-        return record("running", None).model_copy(update={"id": job})
-
-    def metrics(self, job: str, after_step: int = -1) -> MetricsList:
-        rewards = list(enumerate(REWARDS[self.get(job).id]))[after_step + 1 :]
+        rewards = list(enumerate(REWARDS[job]))[after_step + 1 :]
         rows = [MetricsRow(step=step, metrics={"reward": value}) for step, value in rewards]
         return MetricsList(rows=tuple(rows))
 
@@ -42,7 +37,7 @@ def orchestrator(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect() -> Iterator[Orchestrator]:
         yield Orchestrator()
 
-    monkeypatch.setattr(metrics, "connect", connect)
+    monkeypatch.setattr(results, "connect", connect)
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -65,19 +60,19 @@ def test_metrics_of_two_jobs_stand_side_by_side() -> None:
     assert run("metrics", "low", "high", "--keys", "rewrd")[0] == 2
 
 
-def test_two_jobs_are_plotted_in_one_picture(tmp_path: Path) -> None:
-    code, shown = run("plot", "low", "high")
+def test_two_jobs_are_plotted_in_one_picture() -> None:
+    code, shown = run("metrics", "low", "high", "--plot")
     assert code == 0 and shown.splitlines()[-1] == "a low   b high"
-    assert run("plot", "low", "high", "--png", str(tmp_path / "both.png"))[0] == 0
-    assert (tmp_path / "both.png").read_bytes()[1:4] == b"PNG"
-    code, shown = run("plot", "low", "other")
+    code, shown = run("metrics", "low", "other", "--plot")
     assert code == 2 and shown == "hone: no job 'other'\n"
+    code, shown = run("metrics", "low", "--plot", "--keys", "reward")
+    assert code == 2 and "--plot draws the rewards" in shown
 
 
 def test_one_job_is_shown_as_ever() -> None:
     _, shown = run("metrics", "low", "-o", "json")
     assert [row["step"] for row in json.loads(shown)["rows"]] == [0, 1]
-    _, shown = run("plot", "low")
+    _, shown = run("metrics", "low", "--plot")
     assert shown.splitlines()[0] == "low"
 
 

@@ -52,6 +52,7 @@ def offered(url: str, line: str) -> list[str]:
 
 
 def test_tab_offers_jobs_by_name_and_id_and_nothing_without_a_stack(url: str) -> None:
-    assert offered(url, "hone get de") == ["demo", "demo-1"]
+    assert offered(url, "hone ls de") == ["demo", "demo-1"]
     assert offered(url, "hone logs demo-") == ["demo-1"]
+    assert offered("http://127.0.0.1:9", "hone ls de") == []
     assert offered("http://127.0.0.1:9", "hone get de") == []

@@ -1,4 +1,4 @@
-"""`hone ls`, `get`, `cancel`, `pause`, `resume`, `rm`: what is printed of what comes back."""
+"""`hone ls`, `cancel`, `pause`, `resume`, `rm`: what is printed of what comes back."""
 
 from __future__ import annotations
 
@@ -201,6 +201,8 @@ def test_jobs_are_listed_by_status_name_and_metadata(monkeypatch: pytest.MonkeyP
     assert asked == [{"status": "paused", "name": "demo", "metadata": metadata}]
     code, shown = run(monkeypatch, "paused", "ls", "--metadata", "team")
     assert code == 2 and "--metadata 'team': expected NAME=VALUE" in shown
+    code, shown = run(monkeypatch, "paused", "ls", "demo", "--name", "demo")
+    assert code == 2 and "choose from the list; name no job" in shown
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_a_job_is_removed_with_its_files_or_without(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_error_is_one_sentence_and_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, shown = run(monkeypatch, "queued", "get", "other")
+    code, shown = run(monkeypatch, "queued", "ls", "other")
     assert (code, shown) == (2, "hone: no job 'other'\n")
 
 
@@ -264,7 +266,7 @@ def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
         "the trainer gpu-1:8002 is taken by demo-0",
         "the trainer gpu-3:8002 takes no job: no connection",
     ]
-    _, shown = run(monkeypatch, "queued", "get", "demo")
+    _, shown = run(monkeypatch, "queued", "ls", "demo")
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "place in the queue 2" in lines
     assert any(
@@ -286,10 +288,12 @@ def test_a_job_of_0_steps_is_shown_with_its_report(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Orchestrator, "waits", ended)
     _, shown = run(monkeypatch, "succeeded", "ls")
     assert shown.splitlines()[1].split()[:3] == ["demo-1", "succeeded", "evaluates"]
-    _, shown = run(monkeypatch, "succeeded", "get", "demo")
+    _, shown = run(monkeypatch, "succeeded", "ls", "demo")
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "8 problems of 't.jsonl', 1 completion(s) each, temperature 0, seed 0" in lines
     assert "base 8 0.250" in lines
+    _, shown = run(monkeypatch, "succeeded", "ls", "demo", "-o", "json")
+    assert json.loads(shown)["summary"]["evaluation"]["id"] == "eval-1"
 
 
 def test_a_job_that_waits_for_what_is_not_there_says_for_what(
@@ -302,7 +306,7 @@ def test_a_job_that_waits_for_what_is_not_there_says_for_what(
 
 
 def test_checkpoints_are_listed_and_one_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, shown = run(monkeypatch, "running", "checkpoints", "demo")
+    _, shown = run(monkeypatch, "running", "download", "demo", "--list")
     assert [line.split() for line in shown.splitlines()] == [
         ["step", "MiB", "folder"],
         ["3", "1.5", "/runs/demo-1/checkpoints/step-000003"],

@@ -11,8 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import results
+from hone.commands import grade, results
 from hone.reports import reasons, regrade_table, rollout_table
+from shared.job import RewardSpec
 from shared.wire import (
     GradedRollout,
     Part,
@@ -96,16 +97,16 @@ def test_a_steps_rollouts_have_their_advantages(orchestrator: Orchestrator) -> N
 
 
 def test_held_out_completions_are_titled_and_have_no_advantages(orchestrator: Orchestrator) -> None:
-    code, shown = run("--held-out", "--eval-set", "hard", "-n", "3")
-    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "hard", 3)])
+    code, shown = run("--held-out", "-n", "3")
+    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "", 3)])
     assert shown.splitlines()[0].strip() == "held-out problems after step 8"
     assert header(shown) == ["prompt", "completion", "reward", "why"]
 
 
-def test_a_set_without_held_out_is_refused(orchestrator: Orchestrator) -> None:
+def test_a_held_out_set_is_named_by_an_option(orchestrator: Orchestrator) -> None:
     code, shown = run("--eval-set", "hard")
-    assert (code, orchestrator.asked) == (2, [])
-    assert "--eval-set 'hard' names a held-out set; add --held-out" in shown
+    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "hard", 16)])
+    assert shown.splitlines()[0].strip() == "held-out problems after step 8"
 
 
 def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() -> None:
@@ -164,6 +165,24 @@ def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() ->
         rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)))
     )
     assert "\x1b" not in text and "\r" not in text and "\\x1b[2J[red]x[/red]\\r" in text
+
+
+def test_a_jobs_rollouts_are_graded_anew_by_a_grader_and_its_params(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    class Regrading:
+        def regrade(self, *given: object) -> RegradeReport:
+            asked.extend(given)
+            return RegradeReport(steps=(), examples=())
+
+    monkeypatch.setattr(grade, "connect", lambda: contextlib.nullcontext(Regrading()))
+    words = ("grade", "length", "--param", "max=3", "--job", "first", "--step", "3:9", "-n", "2")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "0 of 0 rewards would change" in done.stdout
+    rewards = (RewardSpec(grader="length", params={"max": 3}),)
+    assert asked == ["first", 3, 9, rewards, 2]
 
 
 def test_a_regrade_shows_each_step_the_totals_and_the_examples() -> None:

@@ -168,14 +168,14 @@ def test_a_pause_names_its_remedy() -> None:
         "`hone resume sums-1 --set KEY=VALUE` changes checkpoints, evaluation, memory, metadata, "
         "priority, request, rollouts, steps, stop, trackers, wandb, weight_sync; for any other key "
         "submit a corrected job, with the newest checkpoint as its model if there is one "
-        "(`hone checkpoints sums-1`)"
+        "(`hone download sums-1 --list`)"
     )
     assert not refused.resumes, "it would be refused again"
     own_code = decide(OperatorActionNeeded("step 3: no reward"), job_id="sums-1")
     assert own_code.resumes and own_code.why == (
         "step 3: no reward; a mistake in the job itself, such as its reward code, is stored with "
         "it: for that submit a corrected job, with the newest checkpoint as its model if there is "
-        "one (`hone checkpoints sums-1`); otherwise fix the cause"
+        "one (`hone download sums-1 --list`); otherwise fix the cause"
     )
     refused = decide(BadRequest("413 Request Entity Too Large", code="foreign")).why
     assert "a proxy, or another program" in refused
