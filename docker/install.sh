@@ -22,6 +22,7 @@ torch=2.13.0
 python3 -m venv /opt/uv
 /opt/uv/bin/pip install --quiet --disable-pip-version-check --no-cache-dir 'uv==0.13.8'
 /opt/uv/bin/uv venv --quiet --python "$(command -v python3)" /opt/venv
+echo "$variant" >/opt/venv/variant
 
 never=/tmp/never.txt
 : >"$never"

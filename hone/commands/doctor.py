@@ -236,15 +236,15 @@ def _gpu() -> Check:
     """Says whether the GPUs can be used: torch is asked, or without torch the driver's version."""
     cards, driver = nvidia.num_cards(), nvidia.driver()
     told = f"driver {driver or 'unknown'}; CUDA 13 needs driver {nvidia.LEAST_DRIVER} or newer"
+    if version_of("torch") and (failed := nvidia.failure()):
+        return Check("gpu", "fault", failed.detail)
     if not cards:
         return Check("gpu", "note", "none: the CPU does the work")
     if not nvidia.num_seen():
         hidden = f"{cards}, hidden by {nvidia.VISIBLE}: the CPU does the work; {told}"
         return Check("gpu", "note", hidden)
     if version_of("torch"):
-        reason = nvidia.why_unusable()
-        fault = nvidia.refusal(cards, reason).detail if reason else None
-        return Check("gpu", "fault" if fault else "ok", fault or f"{cards}, {told}")
+        return Check("gpu", "ok", f"{cards}, {told}")
     state = "note" if driver is None else "fault" if nvidia.is_too_old(driver) else "ok"
     return Check("gpu", state, f"{cards}, {told}")
 

@@ -1,5 +1,5 @@
 """NVIDIA's cards and their driver, as the kernel shows them, and the rule: the CPU computes only
-where no card is seen."""
+where no card is seen, and none is expected."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES with which CUDA sees no card."""
+
+VARIANT = Path(sys.prefix, "variant")
+"""Its text is "cuda" in an environment for GPUs: of `make cuda`, or of an image with CUDA."""
 
 PROBE = (sys.executable, "-c", "import torch; torch.cuda.init()")
 PROBE_S = 180.0
@@ -90,6 +93,13 @@ def why_unusable() -> str | None:
 
 
 def refusal(num: int, reason: str) -> Failed:
+    if not num:
+        return Failed(
+            "no GPU is visible here, and the installed packages are those for GPUs: "
+            f"{reason.partition('. ')[0]}; give the container a GPU (`docker run --gpus all`, with "
+            "NVIDIA's container toolkit on the host), or use the packages for CPUs "
+            "(compose.cpu.yaml, `make clean`)"
+        )
     return Failed(
         f"there are {num} GPU(s) and torch cannot compute on them: {reason} (driver "
         f"{driver() or 'unknown'}; CUDA 13 needs {LEAST_DRIVER} or newer, and `make cuda` installs "
@@ -97,8 +107,19 @@ def refusal(num: int, reason: str) -> Failed:
     )
 
 
+def failure(otherwise: str | None = None) -> Failed | None:
+    """Returns the error that keeps the CPU from doing the work of GPUs unnoticed: there are cards
+    that torch cannot use, or there are none in an environment for GPUs. None where torch can
+    compute on a GPU, unless a reason is given by `otherwise`, and where the CPU is meant."""
+    num = num_seen()
+    is_expected = VARIANT.is_file() and VARIANT.read_text().strip() == "cuda"
+    if not num and (not is_expected or os.environ.get(VISIBLE) in HIDDEN):
+        return None
+    reason = why_unusable() or otherwise
+    return refusal(num, reason) if reason else None
+
+
 def check() -> None:
-    """Raises Failed if there are cards on which torch cannot compute. Without this error the CPU
-    would silently do their work."""
-    if (num := num_seen()) and (reason := why_unusable()):
-        raise refusal(num, reason)
+    """Raises Failed where the CPU would do the work of GPUs unnoticed."""
+    if failed := failure():
+        raise failed

@@ -129,12 +129,12 @@ def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> 
 
 
 def has_gpu() -> bool:
-    """Returns whether the ranks compute on GPUs. Raises Failed where there are some that torch
-    cannot use."""
+    """Returns whether the ranks compute on GPUs. Raises Failed where they should and torch cannot
+    use any."""
     if torch.cuda.is_available():
         return True
-    if num := nvidia.num_seen():
-        raise nvidia.refusal(num, nvidia.why_unusable() or "only another process can")
+    if failed := nvidia.failure("only another process can"):
+        raise failed
     return False
 
 

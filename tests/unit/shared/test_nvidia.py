@@ -102,6 +102,44 @@ def test_a_driver_that_hangs_is_waited_for_no_longer_than_a_cold_import(
         nvidia.check()
 
 
+@pytest.fixture
+def none_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """No card, in an environment for GPUs."""
+    (tmp_path / "variant").write_text("cuda\n")
+    monkeypatch.setattr(nvidia, "VARIANT", tmp_path / "variant")
+    monkeypatch.setattr(nvidia, "num_cards", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+def test_packages_for_gpus_compute_nothing_without_a_gpu(
+    none_for_cuda: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says(none_for_cuda, "raise RuntimeError('Found no NVIDIA driver. Please check that')")
+    for refused in (nvidia.check, has_gpu):
+        with pytest.raises(Failed) as caught:
+            refused()
+        assert caught.value.detail.startswith(
+            "no GPU is visible here, and the installed packages are those for GPUs: RuntimeError: "
+            "Found no NVIDIA driver; give the container a GPU"
+        )
+    assert gpu() == ("fault", caught.value.detail)
+    none_for_cuda.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    nvidia.check()
+    none_for_cuda.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "variant").write_text("cpu\n")
+    nvidia.check()
+    assert gpu() == ("note", "none: the CPU does the work")
+
+
+def test_a_gpu_without_a_device_file_is_used_if_torch_can(
+    none_for_cuda: pytest.MonkeyPatch,
+) -> None:
+    """WSL shows GPUs otherwise."""
+    says(none_for_cuda, "pass")
+    nvidia.check()
+
+
 @on_cpu_build
 def test_the_laptops_packages_do_not_compute_beside_a_card(one_card: pytest.MonkeyPatch) -> None:
     assert torch.version.cuda is None
