@@ -1,7 +1,7 @@
 """Uploaded files, each in a folder of its own, which is complete or absent:
 
     <runs_dir>/.files/file-<24 hex>/file.json    what it is, as `GET /v1/files/{id}` shows it
-                                    content.csv  its bytes, with the ending of its name
+                                    content.csv  its bytes, with the extension of its name
                                     by.<name>    empty: the name of the API key that uploaded it
                       .lock-file-<24 hex>        locked by who stores or removes that file
 
@@ -107,7 +107,7 @@ class Uploads:
             yield
 
     def secret(self) -> bytes:
-        """Returns what makes ids of idempotency keys for this folder of runs (`new_id`)."""
+        """Returns the secret that `new_id` uses for this folder of runs."""
         return kept_secret(self._root.parent / ".keys" / "files.secret")
 
     def add(
@@ -155,11 +155,11 @@ class Uploads:
     def list(self) -> list[UploadedFile]:
         """Returns all files, oldest first."""
         ids = [path.name for path in self._root.glob("file-*")]
-        found: list[UploadedFile] = []
+        files: list[UploadedFile] = []
         for id in ids:
             with contextlib.suppress(NotFound):  # removed since
-                found.append(self.get(id))
-        return sorted(found, key=lambda file: (file.created_at, file.id))
+                files.append(self.get(id))
+        return sorted(files, key=lambda file: (file.created_at, file.id))
 
     def remove(self, id: str) -> None:
         """Removes the file. Call it within `alone_with`. Raises NotFound."""
@@ -176,7 +176,9 @@ class Uploads:
     def _take_room(self, made: UploadedFile, by: str) -> Path:
         """Reserves room: returns a folder aside with a file of the full size, which counts from now
         on. Raises TooLarge."""
-        for left in self._root.glob(f".{made.id}.*"):  # by a crash: no one else writes it
+        for left in self._root.glob(
+            f".{made.id}.*"
+        ):  # left by a crash: this process holds the lock of the file's id
             shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with disk.locked(self._root.parent / LOCK):
@@ -204,9 +206,16 @@ class Uploads:
         included, or the share of its API key."""
         if self._quota is None:
             return
-        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first, else an ending one is missed
-        found = [_size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))]
-        sizes, own = [size for size, _ in found], [size for size, key in found if key == by]
+        under_way = [
+            *self._root.glob(f"{UNFINISHED}*")
+        ]  # first: else an upload that ends between the two is missed
+        sizes_and_keys = [
+            _size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))
+        ]
+        sizes, own = (
+            [size for size, _ in sizes_and_keys],
+            [size for size, key in sizes_and_keys if key == by],
+        )
         self._quota.check(len(sizes), sum(sizes), made.bytes)
         if by:
             left = Quota(self._quota.max_files - len(sizes), self._quota.max_gib - sum(sizes) / GIB)
@@ -240,8 +249,9 @@ class Uploads:
 
 
 def new_id(key: str | None, secret: bytes = b"") -> str:
-    """Returns the id for an upload: with the same idempotency key and secret always the same. The
-    id is all that a file is found by, so who guesses the key must not know the id."""
+    """Returns the id for an upload; the same idempotency key and secret always give the same id.
+    Knowing the id is enough to read the file, so a guess of the idempotency key must not reveal
+    it."""
     if key:
         return f"file-{hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:24]}"
     return f"file-{secrets.token_hex(12)}"
