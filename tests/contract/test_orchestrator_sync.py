@@ -345,7 +345,9 @@ async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_the
 
 async def test_once_the_trainer_has_gone_on_a_sampler_waits_for_the_next_version() -> None:
     _, files = await fuller(Conflict("got version 3, expected 4", code="out_of_order"), "sent")
-    with pytest.raises(Unavailable, match=r"the trainer has gone on: .* gets the next version"):
+    with pytest.raises(
+        Unavailable, match=r"the trainer has begun the next step: .* gets the next version"
+    ):
         await files()
 
 
