@@ -1,5 +1,5 @@
-"""The engine that runs, the weights that it is known to have, and whether it may sample a request:
-who may use the sampler, the requests under way, and which weights sampled which tokens.
+"""The engine that runs, its verified weights, and the requests under way: which requests may be
+sampled, when a request is ended, and which weights sampled which tokens.
 
 A newer attempt supersedes a job's worker, and a newer epoch the weights that the worker loaded.
 Requests of a superseded worker are refused (Conflict, code "stale"), and its requests under way end

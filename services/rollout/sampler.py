@@ -1,5 +1,5 @@
-"""The state of the service: which engine runs, which weights serve, and whether they are known.
-READ FIRST.
+"""The state of the service: which engine runs, which weights it serves, and whether these are
+known. READ FIRST.
 
     no model --put_model--> starting --> serving <--reload_weights--> serving a newer version
                                             |
@@ -11,8 +11,8 @@ READ FIRST.
 A sampler that takes turns with the trainer on one GPU sleeps from `sleep` until the next version is
 loaded. Meanwhile it has no weights, and requests for samples are refused until later.
 
-`Running` (`running.py`) is the engine that runs, and decides whether it may sample a request.
-`weights/loading.py` loads versions into it. `running.py` decides who may ask, and ends requests.
+`running.py` has the engine that runs (`Running`), decides which requests it may sample, and ends
+requests that a newer load supersedes. `weights/loading.py` loads versions into the engine.
 
 One lock orders all calls that change the engine or its weights. /generate takes no lock: vLLM
 queues requests while it is paused. No request is remembered: whether a PUT or a reload was done is

@@ -126,9 +126,9 @@ class Session:
 
     async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
         """Returns the answer to the messages, once it is recorded. A client that sends the same
-        request `again`, or under the same `key`, gets the same answer; so does one that sends it
-        once no one waits for an answer that no one has got. Raises BadRequest with code FULL if
-        there is no room for an answer, and Gone if the session is closed."""
+        request `again`, or under the same `key`, gets the same answer. So does a client that sends
+        it after the first caller disconnected without receiving the answer. Raises BadRequest with
+        code FULL if there is no room for an answer, and Gone if the session is closed."""
         return await self.turn(*self.asked(request), key=key, again=again)
 
     @staticmethod
