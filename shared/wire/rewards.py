@@ -209,7 +209,7 @@ class TriedReward(Wire):
     failure: str = ""
 
 
-class Tried(Wire):
+class TriedRewards(Wire):
     """One entry per reward, in the order asked."""
 
     rewards: tuple[TriedReward, ...]

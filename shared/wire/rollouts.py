@@ -218,7 +218,7 @@ class Sampling(Wire):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-class Known(Wire):
+class ConversationPrefix(Wire):
     """A conversation so far: the token ids `[T]` of its first `num_messages` messages, of which the
     last is an answer, up to the last sampled token. `version`: the weights whose cached prefixes
     the next answer may continue from, also if newer ones serve; None: the weights that serve."""
@@ -295,7 +295,7 @@ class GenerateRequest(Fencing):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     json_schema: dict[str, Plain] | None = None
-    known: Known | None = None
+    known: ConversationPrefix | None = None
     answers: tuple[str | Message, ...] = ()
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)

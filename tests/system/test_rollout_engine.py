@@ -39,11 +39,11 @@ from shared.wire import (
     Aborted,
     AbortRequest,
     Canary,
+    ConversationPrefix,
     Example,
     Fence,
     FolderWeights,
     GenerateRequest,
-    Known,
     Logprobs,
     Message,
     ModelRequest,
@@ -779,7 +779,7 @@ async def test_a_conversation_may_go_on_from_what_older_weights_cached(
 
     messages += [{"role": "assistant", "content": first.rollouts[0].text}]
     messages += [{"role": "user", "content": "continue"}]
-    known = Known(
+    known = ConversationPrefix(
         num_messages=2,
         token_ids=TokenIds([*first.prompt_token_ids, *first.rollouts[0].token_ids]),
     )

@@ -397,7 +397,7 @@ class RaggedPart:
         given["window_size"] = (-1 if window is None else window - 1, 0)
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it
             given["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
-        q_QAD, k_KHD, v_KHD = _Ordered.inputs(
+        q_QAD, k_KHD, v_KHD = _OrderedGradients.inputs(
             q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]
         )
         attended = varlen_attn(
@@ -411,7 +411,7 @@ class RaggedPart:
             **given,
         )
         assert isinstance(attended, Tensor)
-        return _Ordered.output(attended)
+        return _OrderedGradients.output(attended)
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ def ragged_parts(forest: Forest) -> list[list[Node]]:
     return parts
 
 
-class _Ordered(torch.autograd.Function):
+class _OrderedGradients(torch.autograd.Function):
     """Turns torch's deterministic algorithms on for the backward pass of the function between
     `inputs` and `output`: the kernel for sequences of unequal length otherwise adds the gradients
     of queries with atomics, in another order each time. The setting is global and makes other
@@ -455,11 +455,11 @@ class _Ordered(torch.autograd.Function):
 
     @staticmethod
     def inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return cast(tuple[Tensor, ...], _Ordered.apply(False, *tensors))
+        return cast(tuple[Tensor, ...], _OrderedGradients.apply(False, *tensors))
 
     @staticmethod
     def output(tensor: Tensor) -> Tensor:
-        (same,) = cast(tuple[Tensor], _Ordered.apply(True, tensor))
+        (same,) = cast(tuple[Tensor], _OrderedGradients.apply(True, tensor))
         return same
 
     @staticmethod

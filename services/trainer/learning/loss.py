@@ -110,7 +110,7 @@ class LossInputs:
         return self.spec
 
 
-Held = Callable[[LossInputs, Tensor], Tensor]
+TokenBound = Callable[[LossInputs, Tensor], Tensor]
 """Returns as bools `[N]` which tokens a bound holds, from the inputs and the ratios `[N]`."""
 
 
@@ -122,7 +122,7 @@ class Loss:
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
-    fractions: Callable[[Spec], dict[str, Held]]
+    fractions: Callable[[Spec], dict[str, TokenBound]]
 
 
 def total_loss(x: LossInputs) -> Tensor:
@@ -289,8 +289,8 @@ def held_dual(x: LossInputs, ratio_N: Tensor) -> Tensor:
     return (ratio_N > (x.training.dual_clip or math.inf)) & (x.advantages_N < 0)
 
 
-def clip_fractions(spec: Spec) -> dict[str, Held]:
-    bounds: dict[str, Held] = {
+def clip_fractions(spec: Spec) -> dict[str, TokenBound]:
+    bounds: dict[str, TokenBound] = {
         "clip_ratio/low_mean": held_low,
         "clip_ratio/high_mean": held_high,
         "clip_ratio/region_mean": held_either,
@@ -299,11 +299,11 @@ def clip_fractions(spec: Spec) -> dict[str, Held]:
     return bounds if not has_dual_clip else bounds | {"clip_ratio/dual_mean": held_dual}
 
 
-def cispo_fractions(_spec: Spec) -> dict[str, Held]:
+def cispo_fractions(_spec: Spec) -> dict[str, TokenBound]:
     return {"cispo_clip_ratio": held_high}
 
 
-def no_fractions(_spec: Spec) -> dict[str, Held]:
+def no_fractions(_spec: Spec) -> dict[str, TokenBound]:
     return {}
 
 
