@@ -41,8 +41,8 @@ POLICY = "; ".join(
         "form-action 'none'",
     )
 )
-"""The Content-Security-Policy. No inline script or style runs, so text of a model that became HTML
-by a mistake would still do nothing."""
+"""The Content-Security-Policy. No inline script or style runs, so a model's text that is rendered
+as HTML by mistake does no harm."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -68,7 +68,7 @@ class PageFile:
 
 
 def is_public(path: str) -> bool:
-    """Returns whether the path is of the page's files, which need no token."""
+    """Returns whether the path belongs to the page's files, which need no token."""
     return path == "/" or path.startswith("/page/")
 
 
