@@ -1,14 +1,14 @@
-"""Where the ranks meet, and how they then talk to each other.
+"""How the ranks meet, and how they communicate afterwards.
 
 **Meeting.** On one node the ranks meet through a file, on several nodes through a TCP store on node
 0 (`HONE_TRAINER_RENDEZVOUS`). The store listens on that address only; torchrun's own would listen
 on every interface. A rank that restarts while the others still run finds its name taken in the
 store. It reports a failure to them, and waits for the store of the next start.
 
-**Talking.** A gloo group carries commands and outcomes (`Channel`). A rank that fails while others
-wait for it reports the failure in a store (`Failures`). Nodes send heartbeats, because the sockets
-of a node that lost power or network stay open for a long time. Within a node torchrun sees every
-death, and a process that dies on another node closes its sockets, which ends the others'
+**Communication.** A gloo group carries commands and outcomes (`Channel`). A rank that fails while
+others wait for it reports the failure in a store (`Failures`). Nodes send heartbeats, because the
+sockets of a node that lost power or network stay open for a long time. Within a node torchrun sees
+every death, and a process that dies on another node closes its sockets, which ends the others'
 collectives."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ READ_TIMEOUT = timedelta(seconds=10)
 
 HEARTBEAT_S = 2.0
 SILENCE_S = 30.0
-"""Seconds between heartbeats, and without one until a node counts as lost."""
+"""Seconds without a heartbeat after which a node counts as lost; heartbeats come more often."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Stores:
 
 def meet(settings: Settings, place: Place, life: Path, last_failure: str | None) -> Stores:
     """Returns once every rank is there. `life` is this node's folder for this life of its ranks;
-    `last_failure` says how the previous life ended here. Raises Failed if nodes disagree, or some
-    do not come."""
+    `last_failure` says how the previous life ended here. Raises Failed if the nodes' settings
+    differ, or if some nodes do not come."""
     if place.num_nodes == 1:
         return Stores(
             *(
@@ -157,8 +157,8 @@ def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store
                 return store
             why = f"rank {place.rank} was started again: {last_failure or 'its node was'}"
             Failures(store, place.rank, place.num_ranks).report(Unavailable(why))
-        except RuntimeError as error:  # raised by a store when its server goes away
-            get_logger().warning("node 0 went away", reason=str(error).splitlines()[0])
+        except RuntimeError as error:  # raised by a store whose server has ended
+            get_logger().warning("node 0 ended", reason=str(error).splitlines()[0])
         time.sleep(POLL_S)
 
 
@@ -184,7 +184,8 @@ def _wait_for_port(host: str, port: int, deadline: float) -> None:
 
 
 def _wait_for_all(store: Store, place: Place) -> None:
-    """Waits until every rank has put its name into the store; rank 0 says for whom it waits."""
+    """Waits until every rank has put its name into the store; rank 0 logs which ranks are
+    missing."""
     deadline = time.monotonic() + MEET_S
     said = time.monotonic()
     while missing := [rank for rank in range(place.num_ranks) if not store.check([_key(rank)])]:
@@ -208,12 +209,12 @@ def _key(rank: int) -> str:
 
 
 def tell_libraries(place: Place) -> None:
-    """Sets the variables from which DeepSpeed reads this rank, because torchrun has counted this
-    node's ranks only."""
+    """Sets the variables from which DeepSpeed reads this rank, because torchrun has counted only
+    this node's ranks."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place.rank), str(place.num_ranks)
 
 
-# --- how they then talk ---------------------------------------------------------------------------
+# --- communication ---------------------------------------------------------------------------
 
 
 class Failures:
@@ -239,7 +240,7 @@ class Failures:
         """Returns the uncleared failure of the lowest rank; None if there is none."""
         for key in self._all:
             if self._store.check([key]):
-                with contextlib.suppress(RuntimeError):  # cleared just now
+                with contextlib.suppress(RuntimeError):  # cleared meanwhile
                     problem = json.loads(self._store.get(key))
                     return from_problem(problem["status"], problem, "a rank")
         return None
@@ -257,7 +258,7 @@ class Channel(Ranks):
 
     @classmethod
     def open(cls, failures: Failures) -> Channel:
-        """Returns the channel, its group made: a collective."""
+        """Returns the channel with a new group: a collective."""
         return cls(failures, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
 
     def broadcast(self, value: Any) -> Any:
@@ -282,8 +283,8 @@ def send_heartbeats(store: Store, place: Place, end: Callable[[str], None]) -> N
     while True:
         try:
             store.add(_heartbeat(place.node_rank), 1)
-        except RuntimeError as error:  # raised by a store when its server goes away
-            end(f"node 0 is gone: {str(error).splitlines()[0]}")
+        except RuntimeError as error:  # raised by a store whose server has ended
+            end(f"node 0 ended: {str(error).splitlines()[0]}")
             return
         time.sleep(HEARTBEAT_S)
 

@@ -2,11 +2,11 @@
 outlive every process.
 
     operations/00000017.msgpack          operation 17, once it is accepted
-    operations/00000017.outcome.msgpack its outcome, once it is done
-    operations/start.msgpack which operations are final, and never repeated
-    operations/session-<id>.msgpack a session of samples, and its weights
-    operations/sample-<id>.msgpack an order of samples, and .outcome.msgpack
-    saved/<number>.msgpack weights that operation <number> saved
+    operations/00000017.outcome.msgpack  its outcome, once it is done
+    operations/start.msgpack             which operations are final, and never repeated
+    operations/session-<id>.msgpack      a session of samples, and its weights
+    operations/sample-<id>.msgpack       an order of samples, and .outcome.msgpack
+    saved/<number>.msgpack               weights that operation <number> saved, until they expire
     snapshots/s<number>/                 the adapter of a snapshot, which the trainer wrote
     checkpoints/step-<step>/             a checkpoint
 
