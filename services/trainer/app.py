@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from services.trainer.disk.weights import published_file
+from services.trainer.publishing import published_file
 from services.trainer.trainer import Trainer
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.ownership import asking

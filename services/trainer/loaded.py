@@ -23,8 +23,8 @@ from services.trainer.disk.checkpoints import (
     read_manifest,
 )
 from services.trainer.disk.folders import write_atomically
-from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine, Ranks, SaveAll
+from services.trainer.publishing import Publisher
 from shared.errors import BadRequest
 from shared.host.disk import run_for_volume
 from shared.host.logs import get_logger

@@ -20,11 +20,11 @@ from typing import TypeVar, cast
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import ResumePoint, newest_step, newest_undamaged
 from services.trainer.disk.folders import sweep
-from services.trainer.disk.weights import Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, PassBudget, Ranks, SaveAll, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.loaded import LoadedJob, RunsVolume, Turns, learning_rate, save_checkpoint
 from services.trainer.processes.launcher import RestartHistory
+from services.trainer.publishing import Publisher, volume_dir
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec

@@ -2,7 +2,7 @@
 `[stop]`, `[rollouts]`, `[wandb]`. And how weights get from trainer to samplers: the methods, and in
 what they differ for a job.
 
-Each method is a row here, a publisher in METHODS of services/trainer/disk/weights.py, a loader in
+Each method is a row here, a publisher in METHODS of services/trainer/publishing.py, a loader in
 LOADERS of services/rollout/weights/loading.py, and the `method` of a reference in
 shared/wire/rollouts.py. When `weight_sync` is "auto",
 services/orchestrator/samplers/syncing.py says which methods are tried, and why.

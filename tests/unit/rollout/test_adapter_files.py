@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.loading import VerifiedAdapter, prove
 from services.rollout.weights.proofs import AdapterConfig, ExpectedVersion, adapter_shapes
-from services.trainer.disk.weights import Publisher, published_file
+from services.trainer.publishing import Publisher, published_file
 from shared.errors import BadRequest
 from shared.settings import Settings
 from shared.weights.folders import CONFIG, FILES, WEIGHTS, adapter_digests

@@ -15,7 +15,7 @@ from services.rollout.engine import Engine
 from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.loading import VerifiedWeights, prove
 from services.rollout.weights.proofs import ExpectedVersion
-from services.trainer.disk.weights import Publisher, published_file
+from services.trainer.publishing import Publisher, published_file
 from shared.errors import Failed, Unavailable
 from shared.settings import Settings
 from shared.weights.folders import digest_of
