@@ -1,4 +1,5 @@
-"""The kinds of sources of a job's problems. The first matching entry of KINDS opens a source."""
+"""The kinds of sources of a job's problems. READ FIRST. The first matching entry of KINDS opens a
+source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One attempt at one job: everything around the pipeline. It prepares, continues from the trainer's
-step, and after a failure recovers (recovery.py).
+"""One attempt at one job: everything around the pipeline. READ FIRST. It prepares, continues from
+the trainer's step, and after a failure recovers (recovery.py).
 
 A job is resumed from existing state: the trainer has its step, the run folder has the scored
 batches and the rows of finished steps, and prompts are a function of the step. A step that was

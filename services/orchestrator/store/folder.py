@@ -1,4 +1,4 @@
-"""The run folder: all files of a job, which outlive every service. READ FIRST.
+"""The run folder: all files of a job, which outlive every service.
 
     runs/<job>/job.json           the job as it was submitted; a folder without it belongs to no job
                redis              the identity of the Redis that has the job

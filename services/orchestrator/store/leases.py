@@ -1,5 +1,5 @@
 """Leases: a worker's right to use a trainer and samplers for its job, for a limited time. A
-heartbeat renews the lease, and ends the work if it cannot renew it in time. READ FIRST.
+heartbeat renews the lease, and ends the work if it cannot renew it in time.
 
 While Redis is unreachable a worker cannot learn that it lost its lease. So it uses its own clock,
 and stops before Redis can give the trainer to another worker.

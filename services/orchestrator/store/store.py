@@ -1,5 +1,6 @@
-"""Jobs in Redis. A job's hash is the only authoritative copy. Every change is one atomic script
-(keys.py), whose effect a retry does not repeat. The methods for workers are in leases.py.
+"""Jobs in Redis. READ FIRST. A job's hash is the only authoritative copy. Every change is one
+atomic script (keys.py), whose effect a retry does not repeat. The methods for workers are in
+leases.py.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ MAX_MASKED_QUERIES = 512
 """Most queries per node of a batch that needs a mask, so that no mask has the size of the row."""
 
 PAIRS_PER_KEY = 12
-"""Pairs of a query and a key that take as long as gathering a key and its value and adding up their
-gradients, measured on a CPU. By it the cheaper way is chosen for a tree."""
+"""Number of pairs of a query and a key that take as long as gathering a key and its value and
+adding up their gradients, measured on a CPU. The cheaper way is chosen for each tree."""
 
 MAX_TREE_PAIRS = 1 << 22
 """Most elements of the masks of a batch of trees: 16 MiB in float32."""
@@ -416,8 +416,8 @@ class RaggedPart:
 
 @dataclass(frozen=True)
 class RaggedAttention:
-    """A row's attention on a GPU in 16 bits, a part after the other: what the kernel's backward
-    pass takes is a part's at a time."""
+    """A row's attention on a GPU in 16 bits, one part after the other, so that the kernel's
+    backward pass takes the memory of one part at a time."""
 
     parts: tuple[RaggedPart, ...]
 
@@ -450,8 +450,8 @@ class _OrderedGradients(torch.autograd.Function):
     """Turns torch's deterministic algorithms on for the backward pass of the function between
     `inputs` and `output`: the kernel for sequences of unequal length otherwise adds the gradients
     of queries with atomics, in another order each time. The setting is global and makes other
-    functions fail or slower, so it is off again before they run: autograd runs the ready node that
-    was made last, so no other node runs between the two."""
+    functions fail or slower, so it is turned off again before they run: autograd runs the ready
+    node that was made last, so no other node runs between the two."""
 
     @staticmethod
     def inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -481,8 +481,8 @@ def _add_in_order(*, on: bool) -> None:
 
 @dataclass(frozen=True)
 class ForestAttention:
-    """A forest, and what attention over it needs on a device, made when a layer first asks for it,
-    by sliding window."""
+    """A forest, and the data that attention over it needs on a device, computed when a layer first
+    needs it, by sliding window."""
 
     forest: Forest
     device: torch.device
@@ -496,13 +496,13 @@ class ForestAttention:
     )
 
     def to(self, device: torch.device) -> ForestAttention:
-        """Returns one that has made nothing yet, also for the same device: what is made for a pass
-        would be kept for a whole step, as its micro-batch is."""
+        """Returns a copy without cached data, also for the same device: otherwise the data of a
+        pass would be kept for a whole step, with its micro-batch."""
         return ForestAttention(self.forest, device, self.is_recomputed)
 
     @property
     def windows(self) -> set[int | None]:
-        """The sliding windows that layers asked for; None: a layer without a window."""
+        """The sliding windows that layers used; None: a layer without a window."""
         return {*self._dense, *self._ragged}
 
     def attended(
@@ -564,7 +564,7 @@ def attend(
         )
     q_TAD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        _add_in_order(on=False)  # a backward pass that ran out of memory has left it on
+        _add_in_order(on=False)  # a backward pass that ran out of memory may have left it on
         ragged = forest.ragged(sliding_window)
         asked = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
         is_part = len(ragged.parts) > 1
@@ -575,7 +575,7 @@ def attend(
         if dtype.itemsize == 2 and query.device.type == "cpu":
             dtype = (
                 torch.float32
-            )  # the kernel's backward pass in 16 bits takes 2 to 10 times as long
+            )  # the kernel's backward pass in 16 bits would take 2 to 10 times as long
         dense = forest.dense(sliding_window, dtype)
         in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
         out_TAD = forest.attended(dense.attend, len(dense.keys_M), *in_dtype, scaling)
@@ -590,8 +590,8 @@ def is_used_by(model: Any) -> bool:
 
 
 def why_not(config: Any, asked: str = "auto") -> str | None:
-    """Returns what a model's configuration asks for that this attention cannot compute; None if
-    nothing. `asked` is the job's `memory.attention`."""
+    """Returns the property of a model's configuration that this attention cannot compute; None if
+    there is none. `asked` is the job's `memory.attention`."""
     if getattr(config, "attn_logit_softcapping", None):
         return "caps the logits of its attention (attn_logit_softcapping)"
     implementation = getattr(config, "_attn_implementation", None)
@@ -610,7 +610,7 @@ def why_not(config: Any, asked: str = "auto") -> str | None:
 
 
 def passes_its_windows(model: Any, forest: ForestAttention | None) -> bool:
-    """Returns whether the model's layers asked the forest's attention for the sliding windows of
+    """Returns whether the model's layers used the forest's attention with the sliding windows of
     the model's configuration. The sequences that a model is checked with are shorter than a window,
     so their hidden states do not show it."""
     config = model.config.get_text_config()

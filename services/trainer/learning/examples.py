@@ -1,4 +1,4 @@
-"""An example's numbers as arrays, and checks that the model can take it.
+"""An example's numbers as arrays, and checks that it fits the model.
 
 Token ids and log-probs stay bytes; they are never converted to Python numbers one by one.
 """
@@ -21,7 +21,7 @@ PER_TOKEN = (
     *("context_ids", "ratio_mask", "old_logprobs", "advantages"),
     *("sampled", "kept_counts"),
 )
-"""What an example has for each of the completion's tokens, or not at all."""
+"""The fields that an example has either for each of the completion's tokens or not at all."""
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 

@@ -1,5 +1,5 @@
-"""The losses: pure functions of log-probs. Each returns one micro-batch's share of the loss of an
-optimizer step.
+"""The losses: pure functions of log-probs. READ FIRST. Each returns one micro-batch's share of the
+loss of an optimizer step.
 
 The importance ratio of token t in sequence i is, by the job's `importance` or the loss's own,
 
@@ -44,7 +44,7 @@ Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient
 the log-prob itself as a factor, such as "cispo" and "sft", are infinite. NaN stays NaN. The engine
 refuses a step whose loss is not finite.
 
-A new loss is a function here and its entry in `LOSSES` or `SUMS`.
+To add a loss, write a function here and its entry in `LOSSES` or `SUMS`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Denominators:
 
 
 Spec = TrainingSpec | TokenLoss
-"""Names a loss and has its constants: a job's, or a program's call's."""
+"""The name of a loss and its constants: a job's, or those of a program's call."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,14 @@ class LossInputs:
 
     @property
     def training(self) -> TrainingSpec:
-        """The job's constants, for the losses that no program's call has."""
+        """The job's constants, for losses that programs' calls do not have."""
         assert isinstance(self.spec, TrainingSpec)
         return self.spec
 
 
 TokenBound = Callable[[LossInputs, Tensor], Tensor]
-"""Returns as bools `[N]` which tokens a bound holds, from the inputs and the ratios `[N]`."""
+"""Returns, from the inputs and the ratios `[N]`, a bool for each token `[N]`: whether a bound of
+the ratio holds it."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,7 @@ KL: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 With d = logprob - reference_logprob:
 
     name       value           its gradient, in expectation over the policy's own samples
-    k1         d               zero: a number to look at, and no pull to the reference
+    k1 d zero: only a metric, no pull to the reference
     k2         d^2 / 2         the gradient of KL(policy || reference)
     k3         e^-d - 1 + d    the gradient of KL(reference || policy); grows with e^-d. The value
                                is never negative (GRPO: arXiv 2402.03300)

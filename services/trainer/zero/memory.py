@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usage(device: torch.device) -> str:
-    """Returns how much memory is used and free, in words."""
+    """Returns a sentence on how much memory is used and free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_allocated(device)
@@ -72,7 +72,7 @@ def room_bytes(device: torch.device, num_ranks: int) -> float:
     a GPU that is shared with a sampler at the same time, the sampler's share is not available."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # CUDA's own memory is in the plan, and not in what is free.
+        # CUDA's own memory is part of the plan, and not of the free memory.
         own = free + torch.cuda.memory_reserved(device) + TRAINER_OVERHEAD["gpu"]
         settings = load_settings()
         shared = set(settings.rollout_devices) & set(settings.trainer_devices)
@@ -122,7 +122,7 @@ class MemoryPlan:
         return f"planned are {memory.peak_gib:.2f} GiB for each rank ({shown})"
 
     def saving(self, before: Job, after: Job) -> str:
-        """Returns how much less `after` needs, in words; "" if it does not lower the peak."""
+        """Returns how much less memory `after` needs, as text; "" if it does not lower the peak."""
         saved = self.memory(before).peak_gib - self.memory(after).peak_gib
         return f" ({saved:.2f} GiB less)" if saved >= 0.005 else ""
 
