@@ -108,8 +108,8 @@ def _add_job(service: Service, trainer: Trainer, run: Run, doing: Callable[[], s
 
     async def state() -> TrainerState:
         """The job that is loaded and its last applied step."""
-        told = {"doing": doing(), "taken": ownership.taken()}
-        return trainer.state().model_copy(update=told)
+        changes = {"doing": doing(), "taken": ownership.taken()}
+        return trainer.state().model_copy(update=changes)
 
     async def release(request: ReleaseRequest) -> Released:
         """Frees the trainer from the job, so that other orchestrators may take it."""

@@ -62,17 +62,17 @@ class LoadedJob:
     last: tuple[str, StepResult | ForwardBackwardResult | OptimStepResult] | None = None
     canary: tuple[int, Canary | None] | None = None
 
-    def resume(self, found: ResumePoint) -> None:
+    def resume(self, point: ResumePoint) -> None:
         """Resumes from the checkpoint of `point`, if there is one; otherwise begins with the
         checkpoint that the job names. Raises Conflict for a checkpoint of another model."""
-        self.damaged = found.damaged
-        if found.path is None or found.manifest is None:
+        self.damaged = point.damaged
+        if point.path is None or point.manifest is None:
             training = self.request.job.training
             if training.start_from is not None:
                 self._begin_with(Path(training.start_from), optimizer=training.start_optimizer)
             return
-        self.engine.load_state(found.path / STATE)
-        manifest = found.manifest
+        self.engine.load_state(point.path / STATE)
+        manifest = point.manifest
         self.step = self.resumed_step = manifest.step
         self.skipped_steps = manifest.skipped_steps
         if manifest.last_body is not None and manifest.last_result is not None:
@@ -273,9 +273,9 @@ class Turns:
         self._took_turn = True
         try:
             if (before := self.current) and (engine := self._engine):
-                found: list[object] = []
-                self._ranks.on_all_ranks(lambda: found.append(engine.swap_out()))
-                before.aside = found[0]
+                swapped_out: list[object] = []
+                self._ranks.on_all_ranks(lambda: swapped_out.append(engine.swap_out()))
+                before.aside = swapped_out[0]
                 self.current, self._away[before.request.job_id] = None, before
             self._ranks.on_all_ranks(lambda: self._exchange(job, aside))
         except BaseException:  # undone and raised again: the engine may contain half of it
@@ -292,14 +292,14 @@ class Turns:
 
     def free(self, job_id: str) -> None:
         """Frees a job, if it is loaded. The engine stays for the others."""
-        found = self.find(job_id)
-        if found is None:
+        loaded = self.find(job_id)
+        if loaded is None:
             return
         self._away.pop(job_id, None)
-        if found is self.current:
+        if loaded is self.current:
             self.current = None
-        found.close()
-        get_logger().info("job unloaded", job=job_id, step=found.step)
+        loaded.close()
+        get_logger().info("job unloaded", job=job_id, step=loaded.step)
 
     def keep(self, stays: Callable[[LoadedJob], bool]) -> int:
         """Frees the jobs that do not stay, and returns how many do."""

@@ -121,10 +121,10 @@ class Trainer:
         self._ranks.on_all_ranks(lambda: self._seams.check_job(request.job))
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
         self._ranks.on_all_ranks(self._runs.look)
-        found = newest_undamaged(self._ranks, folder, request, model)
+        point = newest_undamaged(self._ranks, folder, request, model)
         self._free_superseded(request, model)
         started = time.monotonic()
-        loaded = self._resumed(request, model, found)
+        loaded = self._resumed(request, model, point)
         if self._ranks.rank == 0:
             sweep(folder)
             sweep(volume_dir(self._settings.runs_dir, request.job_id))
@@ -408,10 +408,10 @@ class Trainer:
             raise _stale(request, self._newest)
         loaded = self._turns.find(request.job_id)
         if loaded is None:
-            found = self._turns.job_ids()
-            if not found:
+            loaded_ids = self._turns.job_ids()
+            if not loaded_ids:
                 raise StateLost(f"got job {request.job_id!r}, but no job is loaded; PUT /job first")
-            names = " or ".join(map(repr, found))
+            names = " or ".join(map(repr, loaded_ids))
             raise StateLost(f"got job {request.job_id!r}, expected {names}, the one loaded")
         current = loaded.request
         if request.fence < current.fence:
@@ -431,7 +431,7 @@ class Trainer:
         tokens = min(budget.tokens for budget in budgets)
         return PassBudget(tokens, any(budget.recomputes for budget in budgets)).applied(request.job)
 
-    def _resumed(self, request: TrainerJob, model: str, found: ResumePoint) -> LoadedJob:
+    def _resumed(self, request: TrainerJob, model: str, point: ResumePoint) -> LoadedJob:
         """Returns the job at its checkpoint, or at its start if there is none."""
         job = self._fitting(request)
         engine = self._turns.engine_for(job)
@@ -441,7 +441,7 @@ class Trainer:
             publisher.close()
         loaded = LoadedJob(request, model, job, engine, publisher)
         try:
-            loaded.resume(found)
+            loaded.resume(point)
         except BaseException:  # undone and raised again, for every kind of error
             self._turns.close_engine()
             raise

@@ -227,16 +227,16 @@ def is_everywhere(host: str) -> bool:
 def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:
     """Returns the names in order, in chunks. A chunk has one dtype, so that each tensor begins at a
     multiple of its element's size. A tensor of more than `max_bytes` is a chunk of its own."""
-    found: list[list[str]] = []
+    chunks_so_far: list[list[str]] = []
     size_bytes = 0
     for name, tensor in tensors.items():
-        fits = found and size_bytes + tensor.nbytes <= max_bytes
-        if not fits or tensors[found[-1][0]].dtype != tensor.dtype:
-            found.append([])
+        fits = chunks_so_far and size_bytes + tensor.nbytes <= max_bytes
+        if not fits or tensors[chunks_so_far[-1][0]].dtype != tensor.dtype:
+            chunks_so_far.append([])
             size_bytes = 0
-        found[-1].append(name)
+        chunks_so_far[-1].append(name)
         size_bytes += tensor.nbytes
-    return found
+    return chunks_so_far
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _add_checkpoints(service: Service, store: Readable) -> None:
 
 
 async def existing_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Returns the checkpoints of `found` that are on disk."""
+    """Returns the checkpoints that are on disk."""
     return await asyncio.to_thread(
         lambda: [each for each in checkpoints if Path(each.path).is_dir()]
     )

@@ -55,8 +55,8 @@ class _Count:
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A step's groups on disk: groups `found` when its sampling began, and a writer for new
-    ones."""
+    """A step's groups on disk: the groups that were `found` when its sampling began, and a writer
+    for new ones."""
 
     found: dict[Place, FinishedGroup]
     writer: GroupWriter

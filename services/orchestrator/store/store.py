@@ -174,7 +174,7 @@ class Store(WorkerSide, Lists):
         return await self.get(_same(key, answer, fingerprint))
 
     async def submitted(self, job: Job, key: str | None) -> JobRecord | None:
-        """Returns the job `asked` that was submitted with the key, None if none was. Raises
+        """Returns the record of the job if it was submitted with the key, None if not. Raises
         Conflict for a key that was used for another job or withdrawn."""
         answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
         return await self.get(_same(key, answer, fingerprint_of(job))) if answer else None

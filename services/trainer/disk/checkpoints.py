@@ -193,7 +193,7 @@ class ResumePoint:
 def newest_step(ranks: Ranks, folder: Path) -> int:
     """Returns the step of the newest checkpoint in `folder`, by any writer; -1 without one."""
     return ranks.from_rank_0(
-        lambda: max((found.step for found in list_checkpoints(folder)), default=-1)
+        lambda: max((checkpoint.step for checkpoint in list_checkpoints(folder)), default=-1)
     )
 
 

@@ -393,10 +393,10 @@ class RaggedPart:
     ) -> Tensor:
         """Returns the attention `[end - start, A, D]` of the part's queries, given the row's
         queries, keys and values. Its gradient has the same bits each time."""
-        given: dict[str, Any] = {"scale": scaling}
-        given["window_size"] = (-1 if window is None else window - 1, 0)
+        options: dict[str, Any] = {"scale": scaling}
+        options["window_size"] = (-1 if window is None else window - 1, 0)
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it
-            given["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
+            options["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
         q_QAD, k_KHD, v_KHD = _OrderedGradients.inputs(
             q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]
         )
@@ -408,7 +408,7 @@ class RaggedPart:
             self.key_offsets,
             self.max_queries,
             self.max_keys,
-            **given,
+            **options,
         )
         assert isinstance(attended, Tensor)
         return _OrderedGradients.output(attended)
@@ -566,9 +566,9 @@ def attend(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         _add_in_order(on=False)  # a backward pass that ran out of memory may have left it on
         ragged = forest.ragged(sliding_window)
-        asked = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
+        arguments = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
         is_part = len(ragged.parts) > 1
-        outs = [forest.attended(part.attend, *asked, is_part=is_part) for part in ragged.parts]
+        outs = [forest.attended(part.attend, *arguments, is_part=is_part) for part in ragged.parts]
         out_TAD = torch.cat(outs) if is_part else outs[0]  # `cat` copies a single one too
     else:
         dtype = query.dtype
@@ -589,14 +589,14 @@ def is_used_by(model: Any) -> bool:
     return getattr(model.config.get_text_config(), "_attn_implementation", None) == NAME
 
 
-def why_not(config: Any, asked: str = "auto") -> str | None:
+def why_not(config: Any, setting: str = "auto") -> str | None:
     """Returns the property of a model's configuration that this attention cannot compute; None if
-    there is none. `asked` is the job's `memory.attention`."""
+    there is none. `setting` is the job's `memory.attention`."""
     if getattr(config, "attn_logit_softcapping", None):
         return "caps the logits of its attention (attn_logit_softcapping)"
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "sdpa":
-        by = "" if asked == "auto" else " by memory.attention"
+        by = "" if setting == "auto" else " by memory.attention"
         return (
             f'has the attention {implementation!r}{by}, and only "sdpa" is computed over a forest'
         )
@@ -616,8 +616,8 @@ def passes_its_windows(model: Any, forest: ForestAttention | None) -> bool:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    asked = forest.windows if forest else set[int | None]()
-    return asked == {window if kind == "sliding_attention" else None for kind in types}
+    used = forest.windows if forest else set[int | None]()
+    return used == {window if kind == "sliding_attention" else None for kind in types}
 
 
 def use(model: Any) -> None:

@@ -324,10 +324,10 @@ def check_totals(examples: Sequence[Example], totals: StepTotals | None) -> Step
     if totals is None:
         return own
     for name in ("num_sequences", "num_tokens"):
-        given, least = getattr(totals, name), getattr(own, name)
-        if given < least:
+        total, least = getattr(totals, name), getattr(own, name)
+        if total < least:
             raise BadRequest(
-                f"totals.{name} is {given}, expected at least {least}, as many as the examples have"
+                f"totals.{name} is {total}, expected at least {least}, as many as the examples have"
             )
     return totals
 

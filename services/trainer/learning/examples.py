@@ -198,10 +198,10 @@ def _wrong_kept(example: Example) -> str | None:
     if counts.sum() != len(ids):
         return f"has {len(ids)} kept_ids, expected {counts.sum()}, the sum of its kept_counts"
     owners = np.repeat(np.arange(len(counts)), counts)
-    found = np.zeros(len(counts), dtype=bool)
-    found[owners[integers(example.token_ids)[owners] == ids]] = True
+    is_listed = np.zeros(len(counts), dtype=bool)
+    is_listed[owners[integers(example.token_ids)[owners] == ids]] = True
     positions = sampled_positions(example) if len(counts) else np.arange(0)
-    missing = positions[(counts[positions] > 0) & ~found[positions]]
+    missing = positions[(counts[positions] > 0) & ~is_listed[positions]]
     if len(missing):
         return (
             f"has completion token {missing[0]} outside its own kept_ids, expected it among the "

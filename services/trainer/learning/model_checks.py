@@ -134,10 +134,10 @@ def _cannot(model: Any, name: str, why: str, key: str) -> BadRequest:
     )
 
 
-def _why_not_forest(model: Any, asked: str) -> str | None:
+def _why_not_forest(model: Any, setting: str) -> str | None:
     """Returns why the model's attention cannot be computed over a forest. None: it can, and the
-    model now uses forest attention. `asked` is the job's `memory.attention`."""
-    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config(), asked)
+    model now uses forest attention. `setting` is the job's `memory.attention`."""
+    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config(), setting)
     if why is not None:
         return why
     alone, batch = _states_alone(model), _probe_batch(model, "shared")

@@ -176,9 +176,9 @@ def watch(failures: Failures, end: Callable[[HoneError], None]) -> None:
     failure, since = None, 0.0
     while failure is None or time.monotonic() - since < FAILURE_GRACE_S:
         time.sleep(FAILURE_POLL_S)
-        found = failures.first()
-        if found is None or failure is None or found.detail != failure.detail:
-            failure, since = found, time.monotonic()
+        reported = failures.first()
+        if reported is None or failure is None or reported.detail != failure.detail:
+            failure, since = reported, time.monotonic()
     end(failure)
 
 

@@ -281,14 +281,14 @@ class LaunchFolder:
 
     def budget(self, request: TrainerJob) -> PassBudget:
         """Returns the budget that was kept for exactly this job, or the job's own."""
-        asked = PassBudget(request.job.memory.micro_batch_tokens)
+        own = PassBudget(request.job.memory.micro_batch_tokens)
         try:
             *key, tokens, recomputes = json.loads((self.path / "budget.json").read_bytes())
         except FileNotFoundError:
-            return asked
+            return own
         if key != _budget_key(request):
-            return asked
-        return PassBudget(min(asked.tokens, int(tokens)), bool(recomputes))
+            return own
+        return PassBudget(min(own.tokens, int(tokens)), bool(recomputes))
 
     def remember_failure(self, sentence: str) -> None:
         """Keeps why the ranks end, unless a reason is kept already: the first reason is the cause
@@ -388,8 +388,8 @@ def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _locks(environment: Mapping[str, str]) -> list[Path]:
-    given = environment.get(EXTENSIONS_DIR)
-    root = Path(given) if given else _cache(environment) / "torch_extensions"
+    folder = environment.get(EXTENSIONS_DIR)
+    root = Path(folder) if folder else _cache(environment) / "torch_extensions"
     return list(root.glob("**/lock"))
 
 

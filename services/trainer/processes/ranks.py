@@ -235,8 +235,8 @@ def lead(
 
     def end_because(error: HoneError) -> NoReturn:
         folder.remember_failure(error.detail)
-        told = type(error)(f"{error.detail}; {COMES_BACK}", code=error.code)
-        end_with(told, error.detail)
+        answer = type(error)(f"{error.detail}; {COMES_BACK}", code=error.code)
+        end_with(answer, error.detail)
 
     def end(sentence: str) -> NoReturn:
         end_because(Unavailable(sentence))

@@ -163,7 +163,7 @@ def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store
 
 
 def _wait_for_port(host: str, port: int, deadline: float) -> None:
-    said = time.monotonic() - SAY_S
+    logged_at = time.monotonic() - SAY_S
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -175,11 +175,11 @@ def _wait_for_port(host: str, port: int, deadline: float) -> None:
                     f"node 0 did not listen on HONE_TRAINER_RENDEZVOUS={host}:{port} within "
                     f"{MEET_S:g} s: {error}"
                 ) from error
-            if now - said > SAY_S:
+            if now - logged_at > SAY_S:
                 get_logger().warning(
                     "waiting for node 0", address=f"{host}:{port}", reason=str(error)
                 )
-                said = now
+                logged_at = now
         time.sleep(POLL_S)
 
 
@@ -187,16 +187,16 @@ def _wait_for_all(store: Store, place: Place) -> None:
     """Waits until every rank has put its name into the store; rank 0 logs which ranks are
     missing."""
     deadline = time.monotonic() + MEET_S
-    said = time.monotonic()
+    logged_at = time.monotonic()
     while missing := [rank for rank in range(place.num_ranks) if not store.check([_key(rank)])]:
         now = time.monotonic()
         if now > deadline:
             raise Failed(
                 f"ranks {missing} did not come within {MEET_S:g} s; expected {place.shape}"
             )
-        if place.rank == 0 and now - said > SAY_S:
+        if place.rank == 0 and now - logged_at > SAY_S:
             get_logger().warning("waiting for ranks", ranks=missing, expected=place.shape)
-            said = now
+            logged_at = now
         time.sleep(POLL_S / 5)
 
 

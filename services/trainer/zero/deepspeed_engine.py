@@ -137,13 +137,13 @@ def start_recomputing(model: Any, job: Job) -> bool:
     """Turns gradient checkpointing on unless the job's is off or, if that is "auto", a rank's model
     cannot; returns whether it is on: a collective. Raises BadRequest if the job asks for it and the
     model cannot."""
-    asked, why_not = job.memory.gradient_checkpointing, ""
-    if not asked:
+    setting, why_not = job.memory.gradient_checkpointing, ""
+    if not setting:
         return False
     try:
         checkpoint_body(model, job.model)
     except BadRequest as error:
-        if asked != "auto":
+        if setting != "auto":
             raise
         why_not = error.detail.partition("; expected")[0]
     reasons = [why_not] * dist.get_world_size()

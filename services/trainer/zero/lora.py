@@ -115,12 +115,12 @@ def _beside_text(model: Any) -> list[str]:
     decoder = model.get_decoder()
     for_text = [model.get_output_embeddings(), *decoder.modules()]
     others = [each for each in for_text[2:] if isinstance(each, PreTrainedModel)]
-    found = {id(layer) for layer in for_text}
-    found -= {id(layer) for other in others for layer in other.modules()}
+    excluded = {id(layer) for layer in for_text}
+    excluded -= {id(layer) for other in others for layer in other.modules()}
     return [
         name
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and id(layer) not in found
+        if isinstance(layer, nn.Linear) and id(layer) not in excluded
     ]
 
 

@@ -169,12 +169,12 @@ def knobs(
     if job.lora is None:
         after = job.model_copy(update={"lora": LoraSpec()})
         turn("[lora], which trains adapters only", after)
-    found = [text + saving for text, saving in turns if saving] or [text for text, _ in turns]
+    settings = [text + saving for text, saving in turns if saving] or [text for text, _ in turns]
     if shape and not half:
-        found.append(
+        settings.append(
             f"sampling.max_tokens: a micro-batch was one sequence of {shape[1]} tokens already"
         )
-    return "; ".join(found)
+    return "; ".join(settings)
 
 
 def _toml(value: int | bool) -> str:
@@ -197,8 +197,8 @@ def first_line(error: BaseException) -> str:
 
 def _kib_of(file: Path, *names: str) -> dict[str, int]:
     """Returns the named values of a file of "Name: 123 kB" lines, in bytes; 0 for missing ones."""
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
-    return {name: int(found.get(name, 0)) * 1024 for name in names}
+    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
+    return {name: int(values.get(name, 0)) * 1024 for name in names}
 
 
 # --- does a job fit beside the sampler? ----------------------------------------------------------

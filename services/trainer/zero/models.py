@@ -73,8 +73,8 @@ def _configuration(job: Job) -> Path:
 
 
 def _cached_configuration(job: Job, **options: bool) -> Path:
-    found = cached_file(job.model, "config.json", revision=job.model_revision, **options)
-    return Path(cast(str, found))
+    path = cached_file(job.model, "config.json", revision=job.model_revision, **options)
+    return Path(cast(str, path))
 
 
 def model_files(job: Job) -> list[Path]:
@@ -132,9 +132,9 @@ def _read_by_rank_0(job: Job, dtype: torch.dtype, place: torch.device) -> Any:
     problems: list[Any] = [problem] * dist.get_world_size()
     if len(problems) > 1:
         dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise from_problem(found["status"], found, "a rank")
+    for problem in problems:
+        if problem is not None:
+            raise from_problem(problem["status"], problem, "a rank")
     return model
 
 
@@ -236,11 +236,11 @@ def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], l
     )
 
 
-def choose_dtype(asked: str) -> torch.dtype:
+def choose_dtype(setting: str) -> torch.dtype:
     """Returns the dtype of weights and products on this rank, by
     `shared/weights/architectures.py`."""
     chosen = architectures.choose_dtype(
-        asked,
+        setting,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         cpu_multiplies_bfloat16=cpu_multiplies_bfloat16(),
     )

@@ -138,8 +138,8 @@ class SavedFragments:
             if first >= last:
                 continue
             with safe_open(piece.file, "pt") as tensors:
-                found = tensors.get_slice(name)[first - piece.start : last - piece.start]
-            into[first - start : last - start].copy_(found)
+                part = tensors.get_slice(name)[first - piece.start : last - piece.start]
+            into[first - start : last - start].copy_(part)
             copied += last - first
         if copied != end - start:
             raise Conflict(

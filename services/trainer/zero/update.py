@@ -256,8 +256,8 @@ class Updater:
         """Returns the log-probs of the examples' sampled tokens, on all ranks, by the policy and by
         the reference (empty without one)."""
         self.policy.temperature = self.job.temperature
-        asked = {"policy": lambda batch: self.policy(batch)[0], "reference": self.reference}
-        passes = [ask for ask in asked.values() if ask is not None]
+        passes_of = {"policy": lambda batch: self.policy(batch)[0], "reference": self.reference}
+        passes = [ask for ask in passes_of.values() if ask is not None]
         num_tokens = sum(map(num_sampled, examples))
         tokens_PN = torch.zeros((len(passes), num_tokens), device=self.device)
         for batch in self._planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
@@ -448,9 +448,9 @@ class Updater:
                 (batch, of_batch.before_N, of_batch.reference_N)
                 for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
             ]
-            found = Preferences.of(examples, of_batches, training.dpo_beta, self.device)
-            metrics.preferences = found
-            micro_batches = tuple(map(found.applied, minibatch.micro_batches))
+            preferences = Preferences.of(examples, of_batches, training.dpo_beta, self.device)
+            metrics.preferences = preferences
+            micro_batches = tuple(map(preferences.applied, minibatch.micro_batches))
             minibatches = [dataclasses.replace(minibatch, micro_batches=micro_batches)]
         return minibatches, frozen
 
@@ -538,7 +538,7 @@ class Updater:
         if not is_out_of_memory(error):
             raise error
         there_is = usage(self.device)
-        said = first_line(error)
+        reason = first_line(error)
         traceback.clear_frames(error.__traceback__)  # the frames hold the activations
         num_ranks = dist.get_world_size()
         kept = num_ranks == 1 and (progress.undo.snapshot is not None or not progress.stepping)
@@ -563,7 +563,7 @@ class Updater:
             else "this rank cannot continue from here"
         )
         sentence = (
-            f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
+            f"out of memory in {progress} ({reason}); {there_is}; {planned}{state}. Turn one "
             f"of: {turn}"
         )
         tokens = job.memory.micro_batch_tokens
