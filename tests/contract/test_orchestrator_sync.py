@@ -455,7 +455,7 @@ async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_sync": "restart", "max_staleness": 1}, "which ends what is being sampled"),
+        ({"weight_sync": "restart", "max_staleness": 1}, "which ends requests under way"),
         ({"weight_sync": "lora", "lora": {"rank": 513}}, "lora.rank 513, expected at most 512"),
         ({"sampling": {"keep_prefixes": True}}, "keep_prefixes is true and max_staleness 0"),
         (
