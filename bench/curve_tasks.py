@@ -59,7 +59,7 @@ def person(rng: random.Random) -> Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """What the model learns. A prompt is the `system` message and a question of `problem`."""
+    """A task for the model. A prompt is the `system` message and a question of `problem`."""
 
     name: str
     system: str
@@ -70,11 +70,11 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the weights before training depend on, as JSON has it."""
+        """Everything that the weights before training depend on, as JSON."""
         return {"task": self.name, "system": self.system, "warmup": asdict(self.warmup)}
 
     def run_settings(self, seed: int) -> dict[str, Any]:
-        """Returns all that a training run depends on beside the side."""
+        """Returns everything that a training run depends on, except the side."""
         recipe = asdict(replace(self.recipe, seed=seed))
         return self.settings | {"steps": self.steps, "recipe": recipe}
 
@@ -131,7 +131,7 @@ TASKS = {
                 max_tokens=8,
                 learning_rate=1e-5,
                 reward="sums",
-                rows=32,  # TRL's process takes 8 GiB with all 64
+                rows=32,  # with all 64 TRL's process takes 8 GiB
             ),
             steps=20,
             warmup=Warmup(steps=10, batch=16, learning_rate=1e-5),

@@ -38,7 +38,7 @@ LOADS = {64: (1, 8, 64), 256: (1, 8)}
 """Numbers of groups, by the tokens of each completion."""
 
 LEAST_TOKENS = 4096
-"""So many are sampled for each measurement, in as many rounds as that takes."""
+"""The least number of tokens that are sampled for each measurement, in as many rounds as needed."""
 
 MOST_BYTES = 9.0
 
@@ -101,7 +101,7 @@ async def measure(side: Side, repeats: int) -> list[Figure]:
 async def compare(
     side: Side, client: Client, num_groups: int, num_tokens: int, repeats: int
 ) -> dict[str, list[Measurement]]:
-    """Returns what was measured of both, by name, once per repeat."""
+    """Returns the measurements of both sides, by name, one per repeat."""
     ways = {
         "/generate": lambda: over_http(client, num_groups, num_tokens),
         "vLLM": lambda: directly(side, num_groups, num_tokens),
@@ -137,7 +137,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def over_http(client: Client, num_groups: int, num_tokens: int) -> tuple[int, float]:
-    """Returns the tokens and seconds of all groups, asked for at once."""
+    """Returns the tokens and seconds of all groups, requested at once."""
 
     async def group(number: int) -> RolloutGroup:
         prompt = TokenIds([*PROMPT, 4 + number % 8])
@@ -155,7 +155,7 @@ def sampling(num_tokens: int) -> Sampling:
 
 
 async def directly(side: Side, num_groups: int, num_tokens: int) -> tuple[int, float]:
-    """Returns the same of vLLM alone."""
+    """Returns the same for vLLM alone."""
     asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
     measured: dict[str, Any] = await asyncio.to_thread(side.ask, asked)
     return measured["tokens"], measured["seconds"]
