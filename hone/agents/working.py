@@ -1,5 +1,5 @@
 """A worker: takes episodes of jobs with `[environment] kind = "worker"` by lease, runs an agent for
-each, and reports what it earned. READ FIRST of this room.
+each, and reports what it earned. READ FIRST.
 
 Leases are renewed in an event loop of their own, so that an agent that blocks its loop loses no
 episode. Nothing here is kept: a worker that is killed loses its episodes to another one.

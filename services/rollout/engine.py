@@ -45,7 +45,7 @@ class BadPrompt(BadRequest):
 
 
 class Overlong(BadPrompt):
-    """The prompt leaves no room for a completion."""
+    """The prompt leaves no tokens for a completion."""
 
 
 def failed_rollout(error: str) -> Rollout:

@@ -42,7 +42,7 @@ from shared.wire import (
 from shared.wire.pages import MAX_EVENTS, MAX_LAST, MAX_ROWS
 
 DIGITS = 7
-"""Significant digits of a value. A chart has room for three; a table shows six."""
+"""Significant digits of a value. A chart shows three; a table shows six."""
 
 EVENT_STREAM = "text/event-stream"
 
@@ -104,7 +104,7 @@ def _add_events(service: Service, store: Readable) -> None:
         seen = request.headers.get("last-event-id", after)
         check_event_id(seen, "Last-Event-ID")
         return HeldStream(
-            followers.room(),
+            followers.reserve(),
             followers.follow(job_id, seen, progress=progress, until_paused=until_paused),
             media_type=EVENT_STREAM,
             headers={"cache-control": "no-store"},
@@ -208,14 +208,14 @@ async def existing_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkp
 
 
 class HeldStream(StreamingResponse):
-    """A response that streams, and releases `room`, reserved before it began, when it ends."""
+    """A response that streams, and closes `reservation`, made before it began, when it ends."""
 
-    def __init__(self, room: contextlib.ExitStack, content: Any, **how: Any) -> None:
+    def __init__(self, reservation: contextlib.ExitStack, content: Any, **how: Any) -> None:
         super().__init__(content, **how)
-        self._room = room
+        self._reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._room:
+        with self._reservation:
             await super().__call__(scope, receive, send)
 
 
@@ -229,10 +229,11 @@ class Followers:
             Counter()
         )  # counts by API key of access "own"; None: all others
 
-    def room(self) -> contextlib.ExitStack:
-        """Reserves room for one stream, until the returned stack is closed. Raises Busy if one more
-        stream would exceed the limit of all streams or of the caller's key. `follow` does not do
-        this because it begins later: of several streams requested at once each would find room."""
+    def reserve(self) -> contextlib.ExitStack:
+        """Counts one more stream, until the returned stack is closed. Raises Busy if it would
+        exceed the limit of all streams or of the caller's key. `follow` does not do this because it
+        begins later: several streams that are requested at once could then exceed the limit
+        together."""
         num, who, whose = self._open.total(), own_jobs_of(), ""
         most = MAX_FOLLOWERS
         if who and self._open[who] >= MAX_OF_TENANT:

@@ -1,6 +1,6 @@
 """Chooses the rows of a source that are problems, and renames their columns. And counts the tokens
-of prompts in the job's model: whether they leave room for completions, and for a dry run how the
-first prompts are rendered."""
+of prompts in the job's model: whether they leave enough tokens for completions, and for a dry run
+how the first prompts are rendered."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def columns_of(names: Sequence[str], table: Table, spec: DataSpec) -> Columns:
 
 
 EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-"""What a template computes."""
+"""The expressions and statements in a template."""
 
 
 def _check_types(table: Table, spec: DataSpec) -> None:
@@ -283,7 +283,7 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """Room for `limit` tokens of prompt and completion together, the limit of `what`; the
+    """The limit of `what`: `limit` tokens of prompt and completion together, of which the
     completion takes up to `max_tokens`, by the job's `key`. `overlong` is what the job does with
     longer prompts; `num_fitting` counts prompts that fit."""
 
@@ -297,8 +297,8 @@ class Fit:
     num_fitting: int = 0
 
     def check(self, prompts: Sequence[Prompt], data: str) -> None:
-        """Raises BadRow for the first prompt that leaves no room, and BadRequest for messages that
-        the model's chat template refuses."""
+        """Raises BadRow for the first prompt that leaves too few tokens, and BadRequest for
+        messages that the model's chat template refuses."""
         counts = self.reader.count([prompt.content for prompt in prompts])
         for prompt, count in zip(prompts, counts, strict=True):
             self.num_tried += 1
@@ -323,8 +323,8 @@ class Fit:
 
 
 def fit_of(job: Job) -> Fit | None:
-    """Returns the room in the job's model; None if its tokenizer is not known here. Raises
-    BadRequest if completions leave no room for any prompt."""
+    """Returns the limits of the job's model; None if its tokenizer is not known here. Raises
+    BadRequest if completions leave no tokens for any prompt."""
     try:
         folder = tokenizer_folder(job)
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
@@ -344,20 +344,20 @@ def fit_of(job: Job) -> Fit | None:
     if not job.trains:
         return held_out_fit(fit, job)
     if not (job.is_pushed or job.trains_without_sampling):
-        _check_room(fit)
+        _check_limit(fit)
     return fit
 
 
 def held_out_fit(fit: Fit, job: Job) -> Fit:
-    """Returns the room that held-out problems have."""
+    """Returns the limits for held-out problems."""
     held_out = replace(fit, num_tried=0, num_fitting=0)
     if (most := job.evaluation.max_tokens) is not None:
         held_out = replace(held_out, key="evaluation.max_tokens", max_tokens=most)
-    _check_room(held_out)
+    _check_limit(held_out)
     return held_out
 
 
-def _check_room(fit: Fit) -> None:
+def _check_limit(fit: Fit) -> None:
     if fit.max_tokens >= fit.limit:
         raise BadRequest(
             f"{fit.key} is {fit.max_tokens}, and {fit.what} holds {fit.limit} tokens of prompt and "

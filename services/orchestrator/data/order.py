@@ -1,5 +1,5 @@
-"""Which problems a step takes: a pure function of (seed, step, round), so resuming needs no saved
-position.
+"""Decides which problems a step takes: a pure function of (seed, step, round), so resuming needs no
+saved position.
 
 A pass over the data takes every row once; the next one has another order. Round 0 of a step are its
 prompts; rounds from 1 may replace groups without signal.
@@ -77,7 +77,7 @@ class StreamOrder:
         self._spare = _tape(job, begin, "spare:", steps * self._count * num_rounds)
 
     def take(self, step: int, round: int) -> list[Problem]:
-        """As `TableOrder.take`."""
+        """Returns as `TableOrder.take`."""
         count = self._count
         with self._turn:
             problems = self._main.read((step - 1) * count, count)
@@ -183,10 +183,10 @@ def _shuffled(count: int, seed: int, epoch: int) -> Sequence[int]:
 
 # --- difficulty: skipped problems -----------------------------------------------------------------
 
-# A step still takes the same problems whenever it is asked, and however often the job was
-# interrupted. It is sampled once the step `max_staleness` + 1 before it is done. So it uses the
-# verdicts of groups up to that step, even if more are known by then. The run folder has the
-# verdicts (`difficulty.jsonl`); from them the walk through the data is repeated from step 1.
+# A step takes the same problems at every call, however often the job was interrupted. It is sampled
+# once the step `max_staleness` + 1 before it is done, so it uses only the verdicts of groups up to
+# that step, even if more are known by then. The run folder has the verdicts (`difficulty.jsonl`),
+# from which the walk through the data is repeated from step 1.
 
 Verdict = Literal["right", "wrong", "mixed"]
 """Whether a group's rollouts were all right, all wrong, or some better than the rest."""

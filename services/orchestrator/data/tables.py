@@ -267,8 +267,8 @@ PASSING_KINDS = (ConnectionError, TimeoutError, httpx.TransportError)
 
 @dataclass(frozen=True)
 class Index:
-    """Where each row of a file begins, its columns, the types of the columns that are not text, and
-    the state of the file."""
+    """The index of a file: where each row begins, the columns, the types of the columns that are
+    not text, and the state of the file."""
 
     offsets: array[int]
     columns: list[str]

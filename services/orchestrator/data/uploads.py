@@ -34,7 +34,7 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of the files that a job can read."""
 
 LOCK = ".files.lock"
-"""The file that is locked while room for an upload is reserved. It is beside the folder of
+"""The file that is locked while space for an upload is reserved. It is beside the folder of
 files."""
 
 GIB = 1 << 30
@@ -131,7 +131,7 @@ class Uploads:
             if self._folder(id).exists():
                 return self._same(made, content)
             disk.make_folder(self._root)
-            aside = self._take_room(made, by)
+            aside = self._reserve(made, by)
             try:
                 return self._written(aside, made, content)
             finally:
@@ -173,9 +173,9 @@ class Uploads:
             disk.flush(self._root)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _take_room(self, made: UploadedFile, by: str) -> Path:
-        """Reserves room: returns a folder aside with a file of the full size, which counts from now
-        on. Raises TooLarge."""
+    def _reserve(self, made: UploadedFile, by: str) -> Path:
+        """Reserves space: returns a folder aside with a file of the full size, which counts from
+        now on. Raises TooLarge."""
         for left in self._root.glob(
             f".{made.id}.*"
         ):  # left by a crash: this process holds the lock of the file's id
@@ -183,7 +183,7 @@ class Uploads:
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with disk.locked(self._root.parent / LOCK):
             self._sweep()
-            self._check_room(made, by)
+            self._check_limits(made, by)
             aside.mkdir()
             (aside / f"{OWNER}{by}").touch()
             with (aside / _content_name(made.filename)).open("xb") as file:
@@ -201,7 +201,7 @@ class Uploads:
         disk.flush(self._root)
         return made
 
-    def _check_room(self, made: UploadedFile, by: str) -> None:
+    def _check_limits(self, made: UploadedFile, by: str) -> None:
         """Raises TooLarge if the file would exceed the quota of all files, uploads in progress
         included, or the share of its API key."""
         if self._quota is None:

@@ -196,7 +196,7 @@ class Teacher:
             return await self._ask(ids)
 
     async def _asked(self, ids: list[int]) -> TokenAnswers:
-        """As `_ask`, with retries. Raises TeacherFailed."""
+        """Returns as `_ask`, with retries. Raises TeacherFailed."""
         began, tries, pause_s = time.monotonic(), 0, FIRST_PAUSE_S
         while True:
             asked_at = time.monotonic()

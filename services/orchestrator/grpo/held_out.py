@@ -151,13 +151,13 @@ async def sample_held_out(
         stop_token_ids=job.sampling.stop_token_ids,
     )
     place = ("eval", name) if name else ("eval",)
-    room = asyncio.Semaphore(MAX_PROMPTS)
+    at_once = asyncio.Semaphore(MAX_PROMPTS)
 
     async def grade(prompt: Prompt, position: int) -> Answers:
         key = ":".join(map(str, (services.caller.owner, *place, version, position)))
         seed = group_seed(job, *place, position, prompt.index)
         seeded = sampling.model_copy(update={"seed": seed})
-        async with room:
+        async with at_once:
             group = await sample_group(services, job, prompt, version, key=key, sampling=seeded)
             scores = await services.reward.score(prompt, group, job_id=services.caller.job_id)
         done()
@@ -193,16 +193,16 @@ def bounded_prompt(content: str | tuple[Message, ...]) -> str | tuple[Message, .
     if isinstance(content, str):
         return content[:STORED_CHARS]
     kept: list[Message] = []
-    room = STORED_CHARS
+    num_left = STORED_CHARS
     for message in reversed(content):
         text = message.get("content")
         text = text if isinstance(text, str) else ""
         whole = message | {"content": ""} if text else message
-        room -= len(str(whole))
-        if room <= 0:
+        num_left -= len(str(whole))
+        if num_left <= 0:
             break
-        kept.append(whole | {"content": text[:room]} if text else whole)
-        room -= len(text)
+        kept.append(whole | {"content": text[:num_left]} if text else whole)
+        num_left -= len(text)
     return tuple(reversed(kept))
 
 

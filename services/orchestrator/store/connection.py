@@ -63,8 +63,8 @@ CAUSES = {
     "MISCONF": "it cannot write its file: free some space on its disk, or look into its log",
     "NOPERM": "its user lacks permission: allow it all commands on keys that begin with hone:",
 }
-"""What to do, by the first word of Redis's error. For an error within a script, some versions put
-the word later."""
+"""The advice for an error, by the first word of Redis's error. For an error within a script, some
+versions put the word later."""
 
 NOT_PRIMARY = ("READONLY", "MASTERDOWN", "UNBLOCKED")
 """Errors that a demoted primary answers with."""

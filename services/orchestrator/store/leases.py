@@ -217,8 +217,8 @@ class WorkerSide:
         await self._by_worker("halt", lease, why=why, reason=pause_reason)
 
     async def leave(self, lease: Lease, because: str) -> None:
-        """As `halt` without a reason to pause, so that another attempt takes the job up. It counts
-        as a failed attempt; after MAX_TRIES in a row the job pauses. Raises LeaseLost."""
+        """Gives the lease back as `halt` without `why`, so that another attempt takes the job. This
+        one counts as failed; after MAX_TRIES in a row the job pauses. Raises LeaseLost."""
         await self._by_worker("halt", lease, left_because=because)
 
     async def report(

@@ -157,7 +157,7 @@ async def note_ends(store: Store) -> None:
 
 
 async def cancel(store: Store, job_id: str) -> JobState:
-    """As `Store.cancel`, and notes the end if the job has ended."""
+    """Cancels as `Store.cancel`, and writes the end into the run folder if the job has ended."""
     state = await store.cancel(job_id)
     if state.status == "cancelled":
         await note_end(store, job_id)
@@ -165,7 +165,7 @@ async def cancel(store: Store, job_id: str) -> JobState:
 
 
 async def cancel_if_active(store: Store, job_id: str) -> JobState:
-    """As `cancel`, but raises no error for a job that has ended otherwise."""
+    """Cancels as `cancel`, but raises no error for a job that has already ended."""
     try:
         return await cancel(store, job_id)
     except Conflict:

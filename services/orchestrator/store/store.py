@@ -196,9 +196,9 @@ class Store(WorkerSide, Lists):
         )
 
     async def withdraw(self, key: str) -> str | None:
-        """From now on no job can be submitted with the key. Returns the id of the job that was
-        submitted with the key, None if none was. Raises Busy for an API key that has withdrawn
-        MAX_WITHDRAWN within a day: each is remembered so long."""
+        """Withdraws the key: from now on no job can be submitted with it. Returns the id of the job
+        that was submitted with the key, None if none was. Raises Busy for an API key that has
+        withdrawn MAX_WITHDRAWN within a day: each is remembered so long."""
         by, most = caller_name() or None, MAX_WITHDRAWN
         answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S, by=by, most=most)
         if answer == "full":

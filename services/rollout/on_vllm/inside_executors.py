@@ -92,7 +92,7 @@ class ProcessPerDeviceExecutor(MultiprocExecutor):
 
 
 class Masks:
-    """On a CPU: replaces the `forward` of vLLM's top-k and top-p sampler, and remembers which
+    """Replaces, on a CPU, the `forward` of vLLM's top-k and top-p sampler, and remembers which
     tokens it kept."""
 
     def __init__(self, sampler: Any) -> None:
@@ -122,7 +122,7 @@ class Masks:
 
 
 def leave_out_whole_rows() -> None:
-    """On a GPU: makes vLLM's own mask empty for a row drawn from the whole vocabulary."""
+    """Makes vLLM's own mask, on a GPU, empty for a row drawn from the whole vocabulary."""
     lists = SamplingMaskTensors.tolists
 
     def of_cut_rows(masks: SamplingMaskTensors, *args: Any) -> SamplingMaskLists:

@@ -46,7 +46,7 @@ of vLLM."""
 
 STAGES = {
     "Starting to load model": "reading the weights",
-    "Loading weights took": "making room for its cache",
+    "Loading weights took": "allocating its cache",
     "Compile and warming up": "compiling",
     "Warming up model": "warming up",
     "Graph capturing": "recording CUDA graphs",

@@ -152,9 +152,9 @@ class Copy:
 
 
 class Copies:
-    """At most one version at a time, in a folder named by its digest, so that a transfer that was
-    cut continues when the same version is fetched again. A verified version can be kept as the base
-    of deltas. Adapters are small, and each has a copy until it is unloaded."""
+    """Copies of the whole version, at most one at a time, in a folder named by its digest, so that
+    a transfer that was cut continues when the same version is fetched again. A verified version can
+    be kept as the base of deltas. Adapters are small, and each has a copy until it is unloaded."""
 
     def __init__(self, folder: Path, fetcher: Fetcher) -> None:
         self._folder = folder

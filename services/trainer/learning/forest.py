@@ -299,8 +299,8 @@ def _runs(lengths: Sequence[int], shared: Sequence[int], budget_tokens: int) -> 
 def _distributed(runs: list[_Load], num_ranks: int, budget_tokens: int) -> list[_Load]:
     """Returns the runs in micro-batches, the costliest first, in few rounds.
 
-    The costliest run goes first. Each run goes to the micro-batch with the lowest cost so far that
-    has room for it. If all have room, none costs more than 4/3 of the costliest one of the best
+    The costliest run goes first. Each run goes to the micro-batch with the lowest cost so far into
+    which it fits. If it fits into all, none costs more than 4/3 of the costliest one of the best
     distribution (Graham 1969).
     """
     runs = sorted(runs, key=lambda run: (-run.cost, run.sequences[0]))

@@ -48,7 +48,7 @@ SILENCE_S = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is, of all and on its node."""
+    """The number of this process's rank, of all ranks and on its node."""
 
     rank: int
     local_rank: int

@@ -230,7 +230,7 @@ def test_an_agent_that_fails_without_room_leaves_a_cut_off_rollout() -> None:
     assert not environment_failed(group) and tokens(group) == [0] and rollout.error is None
     assert rollout.info == {
         "reward": None,
-        "reward_error": "the agent failed after its conversation had no room for an answer: "
+        "reward_error": "the agent failed after its conversation had used up the context: "
         "BadRequestError: no room",
         "agent": {"guesses": 2.0},
     }

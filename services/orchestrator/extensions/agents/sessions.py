@@ -130,7 +130,7 @@ class Session:
         """Returns the answer to the messages, once it is recorded. A client that sends the same
         request `again`, or under the same `key`, gets the same answer. So does a client that sends
         it after the first caller disconnected without receiving the answer. Raises BadRequest with
-        code FULL if there is no room for an answer, and Gone if the session is closed."""
+        code FULL if no tokens are left for an answer, and Gone if the session is closed."""
         return await self.turn(*self.asked(request), key=key, again=again)
 
     @staticmethod
@@ -302,7 +302,7 @@ class Session:
 
     def _limited(self, limits: Limits, parent: Turn | None, number: int) -> Sampling:
         """Returns the turn's sampling options: the job's, with the agent's limits. Raises
-        BadRequest if there is no room for an answer."""
+        BadRequest if no tokens are left for an answer."""
         own, spec = self._sampling, self._job.environment
         num_others = self.num_turns + self._agent.num_turns - 1
         if spec and num_others >= spec.max_turns:
@@ -342,8 +342,8 @@ class Session:
         )
 
     def _check(self, group: RolloutGroup) -> None:
-        """Raises BadRequest for a prompt that the sampler refused, or after which the model has no
-        room for an answer, and Failed if it went wrong."""
+        """Raises BadRequest for a prompt that the sampler refused, or after which no tokens are
+        left for an answer, and Failed if it went wrong."""
         rollout = group.rollouts[0]
         if group.overlong:
             raise self._refused("window", rollout.error or "the model's length is full")

@@ -316,7 +316,7 @@ def rewarded(
     times of its answers by id, row by row. Raises BadRequest for rewards that do not fit them."""
     info: dict[str, Any] = {"reward": result.reward, "agent": dict(result.metrics)}
     if result.error is not None:
-        why = f"the agent failed after its conversation had no room for an answer: {result.error}"
+        why = f"the agent failed after its conversation had used up the context: {result.error}"
         return with_info(group, info | {"reward": None, "reward_error": why})
     if isinstance(result.reward, tuple | Mapping):
         by_id = _by_id(result.reward, sorted(answers, key=answers.__getitem__))

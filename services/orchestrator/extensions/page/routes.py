@@ -53,8 +53,8 @@ HEADERS = {
     "cache-control": "no-cache",
     "vary": "accept-encoding",
 }
-"""With `no-cache` a browser asks each time whether its copy is current, so that after an update no
-old module meets a new one."""
+"""The headers of every file. With `no-cache` a browser checks each time whether its copy is
+current, so that after an update it never mixes old and new modules."""
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def check_size(message: Any, limit: int | None) -> None:
 
 
 def check_prompt(prompt: TokenIds, limit: int | None) -> TokenIds:
-    """Returns the prompt. Raises BadRequest if the model's `limit` in tokens leaves no room for an
+    """Returns the prompt. Raises BadRequest if the model's `limit` in tokens leaves none for an
     answer."""
     if len(prompt) >= (limit or MAX_LENGTH):
         raise BadRequest(
