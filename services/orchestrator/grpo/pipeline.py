@@ -1,15 +1,17 @@
 """GRPO in the order in which it happens. READ FIRST.
 
-| stage        | type (shared/wire/)   | shape        | done in                              |
-|--------------|-----------------------|--------------|--------------------------------------|
-| job          | Job                   |              | deploy/jobs/*.toml                   |
-| prompts      | Prompt                | [P]          | prompts.py: a function of seed, step |
-| rollouts     | RolloutGroup          | [P][G] x [T] | batches.py; services/rollout         |
-| rewards      | Score                 | [P][G]       | batches.py; services/reward/graders  |
-| advantages   | Advantage             | [P][G]       | advantages.py; of turns: [P][G][K]   |
-| examples     | Example, StepTotals   | <= P*G       | examples.py                          |
-| batch, loss  | tensors               | [B, T]       | services/trainer/learning            |
-| weights      | WeightsRef            | one version  | samplers/syncing.py                  |
+| stage         | type                  | shape        | done in                              |
+|---------------|-----------------------|--------------|--------------------------------------|
+| job           | Job                   |              | deploy/jobs/*.toml                   |
+| prompts       | Prompt                | [P]          | prompts.py: a function of seed, step |
+| rollouts      | RolloutGroup          | [P][G] x [T] | batches.py; services/rollout         |
+| rewards       | Score; all: Batch     | [P][G]       | batches.py; services/reward/graders  |
+| advantages    | Advantage             | [P][G]       | advantages.py; of turns: [P][G][K]   |
+| examples      | Example, StepTotals   | <= P*G       | examples.py                          |
+| micro-batches | tensors; loss         | [B, T]       | services/trainer/learning            |
+| weights       | WeightsRef            | one version  | samplers/syncing.py                  |
+
+Job is in shared/job, Advantage in advantages.py, the other types in shared/wire.
 
 The synchronous loop and the overlapped one are the same code. While step k trains, the batches of
 the next max_staleness steps are being sampled. So a batch trains weights that are at most
