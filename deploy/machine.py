@@ -127,9 +127,7 @@ def port_error(settings: Settings, port: int) -> BadRequest | None:
         return None
     user, folder = _user(port), _folder(settings, url)
     whose = (f" of {user}" if user else "") + (f" in {folder}" if folder else "")
-    stop = (
-        f"`hone down --dir {folder}` stops it" if folder else "the user who started it can stop it"
-    )
+    stop = f"`hone down --dir {folder}` stops it" if folder else "its owner can stop it"
     ports = ", ".join(f"{PREFIX}{name.upper()}_PORT" for name in SERVICES)
     return BadRequest(
         f"port {port} is taken by the {service} service of another Hone stack{whose}: "

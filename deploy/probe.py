@@ -18,9 +18,8 @@ TIMEOUT_S = 10.0
 
 
 def main() -> None:
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # no proxy for requests to itself
+    # no proxy for requests to itself
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{URL.read_text()}/readyz", timeout=TIMEOUT_S):
             pass

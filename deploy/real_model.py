@@ -75,9 +75,8 @@ def _make(folder: Path, requirements: Path) -> None:
             f"{folder.parent} has {free / 2**20:.0f} MiB free; the model needs "
             f"{NEEDED_BYTES / 2**20:.0f} MiB while it is made"
         )
-    for left in folder.parent.glob(
-        f"{NAME}.part-*"
-    ):  # left by a killed process, because this one holds the lock
+    for left in folder.parent.glob(f"{NAME}.part-*"):
+        # left by a killed process, because this one holds the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}.part-", dir=folder.parent) as part:
         packages, converted = Path(part, "packages"), Path(part, "model")

@@ -184,9 +184,8 @@ class JobsApi:
         for volume in (self._runs, self._data):
             try:
                 await volume.reload.aio()
-            except (
-                Exception
-            ) as error:  # errors of Modal, of many classes; files that were visible stay visible
+            except Exception as error:
+                # errors of Modal, of many classes; files that were visible stay visible
                 get_logger().warning("a Volume was not reloaded", reason=str(error))
 
 

@@ -229,8 +229,7 @@ def _has_ended(first: socket.socket) -> bool:
     try:
         return first.recv(1) == b""
     except TimeoutError as error:
-        return (
-            error.errno == errno.ETIMEDOUT
-        )  # an error of the kernel; the timeout NODE_LOOK_S has no errno
+        # an error of the kernel; the timeout NODE_LOOK_S has no errno
+        return error.errno == errno.ETIMEDOUT
     except OSError:  # the connection was lost
         return True

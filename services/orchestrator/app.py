@@ -74,9 +74,8 @@ def create_service(
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
-        with contextlib.suppress(
-            HoneError
-        ):  # on failure the worker waits until it can check, and reports why
+        with contextlib.suppress(HoneError):
+            # on failure the worker waits until it can check, and reports why
             await store.check(settings.runs_dir)
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))

@@ -326,9 +326,8 @@ class Trainer:
                 code="out_of_order",
             )
         if known:
-            self._ranks.from_rank_0(
-                self._runs.keep
-            )  # the removal may have failed when the checkpoint was written
+            # the removal may have failed when the checkpoint was written
+            self._ranks.from_rank_0(self._runs.keep)
             return known if self._ranks.rank == 0 else None
         with ExitStack() as stack:
             self._ranks.on_all_ranks(lambda: stack.enter_context(self._seams.writing()))

@@ -69,9 +69,8 @@ def own_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        if (
-            path.parent.stat().st_mode & 0o022
-        ):  # /tmp and /dev/shm let no user replace another user's entry
+        if path.parent.stat().st_mode & 0o022:
+            # /tmp and /dev/shm let no user replace another user's entry
             _make_own(path)
 
 

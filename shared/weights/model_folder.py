@@ -268,9 +268,8 @@ def plain_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
-    if (
-        config.get("tie_word_embeddings") is False
-    ):  # the tensors that are left out differ by architecture
+    if config.get("tie_word_embeddings") is False:
+        # the tensors that are left out differ by architecture
         shapes["lm_head.weight"] = (vocab, hidden)
     for number in range(int(config["num_hidden_layers"])):
         for name, shape in layer.items():

@@ -99,9 +99,8 @@ class Keys:
     def __init__(self, runs_dir: Path, owner_of: OwnerOf = _no_owner) -> None:
         self._root = runs_dir / ".keys"
         self._owner_of = owner_of
-        self._reading = ThreadPoolExecutor(
-            2, "keys"
-        )  # own threads: other work does not delay requests
+        # own threads: other work does not delay requests
+        self._reading = ThreadPoolExecutor(2, "keys")
 
     def create(self, name: str, access: Access, weight: float = 1.0) -> CreatedKey:
         """Returns a new key, which is on disk. Raises Conflict if the name is taken."""

@@ -171,14 +171,10 @@ def _add_checkpoints(service: Service, store: Readable) -> None:
 
     async def folder(job_id: str, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`. Raises NotFound."""
-        checkpoints = await kept(job_id)
-        if step in checkpoints:
-            return Path(checkpoints[step].path)
-        have = (
-            f"has checkpoints of steps {', '.join(map(str, checkpoints))}"
-            if checkpoints
-            else "has none"
-        )
+        by_step = await kept(job_id)
+        if step in by_step:
+            return Path(by_step[step].path)
+        have = f"has checkpoints of steps {', '.join(map(str, by_step))}" if by_step else "has none"
         raise NotFound(f"job {job_id!r} has no checkpoint of step {step}; it {have}")
 
     @service.app.get("/v1/jobs/{job_id}/checkpoints/{step}")
@@ -225,9 +221,8 @@ class Followers:
 
     def __init__(self, store: Readable) -> None:
         self._store = store
-        self._open: Counter[str | None] = (
-            Counter()
-        )  # counts by API key of access "own"; None: all others
+        # counts by API key of access "own"; None: all others
+        self._open: Counter[str | None] = Counter()
 
     def reserve(self) -> contextlib.ExitStack:
         """Counts one more stream, until the returned stack is closed. Raises Busy if it would
@@ -271,12 +266,8 @@ class Followers:
                 return
             if not new:
                 doing = await self._store.doing(job_id) if progress else None
-                progress_event = JobProgress(message=doing, time=time.time()) if doing else None
-                yield (
-                    _sse("", "progress", progress_event.model_dump_json())
-                    if progress_event
-                    else ": waiting\n\n"
-                )
+                update = JobProgress(message=doing, time=time.time()) if doing else None
+                yield _sse("", "progress", update.model_dump_json()) if update else ": waiting\n\n"
 
 
 def _sse(id: str, type: str, data: str) -> str:

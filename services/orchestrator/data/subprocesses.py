@@ -89,9 +89,8 @@ def _answer() -> tuple[HoneError | None, Any]:
         return None, work(*args)
     except HoneError as error:
         return error, None
-    except (
-        Exception
-    ) as error:  # a bug in the work: reported to the parent, as the last act of this process
+    except Exception as error:
+        # a bug in the work: reported to the parent, as the last act of this process
         return Failed(f"{type(error).__name__}: {error}", code="bug"), None
 
 

@@ -176,9 +176,8 @@ class Uploads:
     def _reserve(self, made: UploadedFile, by: str) -> Path:
         """Reserves space: returns a folder aside with a file of the full size, which counts from
         now on. Raises TooLarge."""
-        for left in self._root.glob(
-            f".{made.id}.*"
-        ):  # left by a crash: this process holds the lock of the file's id
+        for left in self._root.glob(f".{made.id}.*"):
+            # left by a crash: this process holds the lock of the file's id
             shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with disk.locked(self._root.parent / LOCK):
@@ -206,16 +205,10 @@ class Uploads:
         included, or the share of its API key."""
         if self._quota is None:
             return
-        under_way = [
-            *self._root.glob(f"{UNFINISHED}*")
-        ]  # first: else an upload that ends between the two is missed
-        sizes_and_keys = [
-            _size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))
-        ]
-        sizes, own = (
-            [size for size, _ in sizes_and_keys],
-            [size for size, key in sizes_and_keys if key == by],
-        )
+        # first: else an upload that ends between the two is missed
+        under_way = [*self._root.glob(f"{UNFINISHED}*")]
+        files = [_size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))]
+        sizes, own = [size for size, _ in files], [size for size, key in files if key == by]
         self._quota.check(len(sizes), sum(sizes), made.bytes)
         if by:
             left = Quota(self._quota.max_files - len(sizes), self._quota.max_gib - sum(sizes) / GIB)

@@ -302,9 +302,8 @@ def _mlflow(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     from mlflow.entities import Metric
 
     folder = run_dir.resolve()
-    client = MlflowClient(
-        tracking_uri=f"sqlite:///{folder / 'mlflow.db'}"
-    )  # MLflow keeps the file open
+    # MLflow keeps the file open
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
     known = client.get_experiment_by_name(job.name)
     artifacts = (folder / "mlflow").as_uri()
     experiment = (

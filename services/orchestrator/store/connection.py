@@ -177,9 +177,8 @@ class Connection:
             return
         self._reconnect_at = now + RECONNECT_S
         for client in (self.client, self.beats, self.followers):
-            with contextlib.suppress(
-                RedisError, OSError
-            ):  # closing a lost connection raises an error
+            with contextlib.suppress(RedisError, OSError):
+                # closing a lost connection raises an error
                 await client.connection_pool.update_active_connections_for_reconnect()
                 await client.connection_pool.disconnect(inuse_connections=False)
 

@@ -313,9 +313,8 @@ class RunFolder:
         path = self.path / name
         rows: list[dict[str, Any]] = []
         for line in path.read_bytes().split(b"\n") if path.exists() else ():
-            with contextlib.suppress(
-                ValueError
-            ):  # a line of zeros, or a cut one, is neither valid text nor JSON
+            with contextlib.suppress(ValueError):
+                # a line of zeros, or a cut one, is neither valid text nor JSON
                 rows.append(json.loads(line))
         return rows
 

@@ -74,10 +74,8 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
     """Returns why this Redis does not have the jobs of `runs_dir`, and refuses the connection. If
     it has them, returns None, opens the connection, and notes this Redis in the folder. Raises
     Failed for a folder that cannot be read or written."""
-    identity, noted = (
-        await identify(connection),
-        await asyncio.to_thread(_noted, connection, runs_dir),
-    )
+    identity = await identify(connection)
+    noted = await asyncio.to_thread(_noted, connection, runs_dir)
     is_another = noted not in (None, identity)
     if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
         connection.refused = (
@@ -134,9 +132,7 @@ async def rebuild(
         if run.job is None:
             jobs[run.id] = RecoveredJob(id=run.id, problem=run.problem)
         elif other := with_jobs.get(run.redis or ""):
-            why = (
-                f"is a job of another Redis; if that no longer exists, remove {str(other)!r} first"
-            )
+            why = f"is a job of another Redis; if that is gone, remove {str(other)!r} first"
             jobs[run.id] = RecoveredJob(id=run.id, problem=why)
         else:
             jobs[run.id] = await _rebuilt(connection, run, run.job, key_ttl_s)

@@ -149,6 +149,5 @@ if torch.cpu._is_amx_tile_supported():  # pyright: ignore[reportPrivateUsage]
 
 if os.environ.get(SERVICE_PID, str(os.getpid())) != str(os.getpid()):
     die_with(int(os.environ[SERVICE_PID]))
-    os.setpgid(
-        0, 0
-    )  # otherwise Ctrl-C, or SIGTERM to the service's process group, ends the engine first
+    # otherwise Ctrl-C, or SIGTERM to the service's process group, ends the engine first
+    os.setpgid(0, 0)

@@ -81,9 +81,8 @@ class TemporaryFolder:
         self._path = Path(tempfile.mkdtemp(prefix=self._prefix))
         self._lock = (self._path / "lock.new").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        (self._path / "lock.new").rename(
-            self._path / "lock"
-        )  # the folder never exists without its owner's lock
+        # the folder never exists without its owner's lock
+        (self._path / "lock.new").rename(self._path / "lock")
         return self._path
 
     def remove(self) -> None:
@@ -192,9 +191,8 @@ def _logging_config(errors: Path, progress: Path) -> dict[str, object]:
     }
     loggers: dict[str, object] = {name: {"level": "ERROR"} for name in NOISY}
     loggers |= {name: {"level": "INFO", "handlers": ["progress"]} for name in TELLING}
-    loggers["vllm.tool_parsers"] = {
-        "level": "CRITICAL"
-    }  # it logs a traceback for each malformed call
+    # it logs a traceback for each malformed call
+    loggers["vllm.tool_parsers"] = {"level": "CRITICAL"}
     loggers["vllm"] = {"handlers": ["stderr", "errors"], "level": "WARNING", "propagate": False}
     return {
         "version": 1,

@@ -573,9 +573,8 @@ def attend(
     else:
         dtype = query.dtype
         if dtype.itemsize == 2 and query.device.type == "cpu":
-            dtype = (
-                torch.float32
-            )  # the kernel's backward pass in 16 bits would take 2 to 10 times as long
+            # the kernel's backward pass in 16 bits would take 2 to 10 times as long
+            dtype = torch.float32
         dense = forest.dense(sliding_window, dtype)
         in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
         out_TAD = forest.attended(dense.attend, len(dense.keys_M), *in_dtype, scaling)

@@ -224,9 +224,8 @@ class StepMetrics:
     def of_tokens(self) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs before the first update, and the entropies of the last pass, of
         each of the step's sampled tokens, from all ranks: a collective."""
-        dist.all_reduce(
-            self._tokens_2N, op=dist.ReduceOp.SUM
-        )  # each token has its value on one rank, and 0 on the others
+        # each token has its value on one rank, and 0 on the others
+        dist.all_reduce(self._tokens_2N, op=dist.ReduceOp.SUM)
         logprobs_N, entropies_N = self._tokens_2N.cpu().numpy().astype("<f4")
         return Logprobs(logprobs_N.tobytes()), Logprobs(entropies_N.tobytes())
 

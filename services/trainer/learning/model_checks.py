@@ -203,9 +203,8 @@ def checkpoint_body(model: Any, name: str) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
     after = hidden_states(model, batch)
-    if not torch.allclose(
-        before, after, rtol=0, atol=0, equal_nan=True
-    ):  # NaN is refused at the step
+    if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
+        # NaN is refused at the step
         model.gradient_checkpointing_disable()
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):

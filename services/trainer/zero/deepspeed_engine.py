@@ -440,9 +440,8 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     bf16_optimizer.see_memory_usage = lambda *_, **__: None  # DeepSpeed prints there
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch.distributed"
-    )  # these calls are in DeepSpeed's code
+    # these calls are in DeepSpeed's code
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def seed_everything(seed: int) -> None:

@@ -347,9 +347,8 @@ class Session:
         rollout = group.rollouts[0]
         if group.overlong:
             raise self._refused("window", rollout.error or "the model's length is full")
-        if (
-            rollout.went_wrong and not group.prompt_token_ids
-        ):  # nothing was sampled after the prompt
+        if rollout.went_wrong and not group.prompt_token_ids:
+            # nothing was sampled after the prompt
             raise BadRequest(f"session {self.id!r}: {rollout.error or 'the prompt was refused'}")
         if rollout.went_wrong:
             raise Failed(rollout.error or f"the answer ended with {rollout.finish_reason!r}")

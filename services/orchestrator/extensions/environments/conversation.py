@@ -139,9 +139,8 @@ class Conversation:
             self._environment.drop(id)
             raise
         if found.rollouts[0].went_wrong:
-            with contextlib.suppress(
-                HoneError
-            ):  # the server ends the episode after its own time limit
+            with contextlib.suppress(HoneError):
+                # the server ends the episode after its own time limit
                 await self._environment.close(id, rewarded=False)
         return found
 

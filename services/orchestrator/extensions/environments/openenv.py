@@ -86,9 +86,8 @@ class Socket:
     async def ask(self, kind: str, data: Mapping[str, Any]) -> StepReply:
         """Sends a reset or a step and returns its answer. Raises ServerFull, UnreadableRequest or
         EpisodeLost."""
-        with contextlib.suppress(
-            aiohttp.ClientError, OSError
-        ):  # the reason is then in an unread message
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            # the reason is then in an unread message
             await self._socket.send_json({"type": kind, "data": dict(data)})
         received = await self._socket.receive()
         if received.type is not aiohttp.WSMsgType.TEXT:

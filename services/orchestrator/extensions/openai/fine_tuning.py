@@ -347,9 +347,8 @@ def num_steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int
 def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -> FineTuningJob:
     """Returns the record in OpenAI's shape. The ETA counts from `now` (Unix seconds)."""
     job = record.job
-    request = CreateFineTuningJob.model_validate(
-        job.request, extra="ignore"
-    )  # written by any version
+    # written by any version
+    request = CreateFineTuningJob.model_validate(job.request, extra="ignore")
     ends_at = now + record.eta_s if record.status == "running" and record.eta_s else None
     return FineTuningJob(
         id=record.id,

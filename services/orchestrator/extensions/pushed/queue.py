@@ -183,9 +183,8 @@ class PushedQueue:
     def _locked(self) -> Generator[Ledger]:
         with writing("run folder", self._run):
             if not self._folder.is_dir():
-                self._folder.mkdir(
-                    exist_ok=True
-                )  # not its parents: the run folder may have been removed
+                # not its parents: the run folder may have been removed
+                self._folder.mkdir(exist_ok=True)
                 disk.flush(self._run)
             with disk.locked(self._folder / "lock"):
                 self._read()

@@ -200,9 +200,8 @@ class OperationRunner:
         this one is damaged."""
         self._checkpoint_at = time.monotonic()
         before = self._at_checkpoint
-        if (
-            before is not None and before.done < self._num_done
-        ):  # otherwise both are the same folder
+        if before is not None and before.done < self._num_done:
+            # otherwise both are the same folder
             await write_despite_cancel(self._log.advance, before)
         self._at_checkpoint = LogStart(number=number + 1, done=self._num_done)
 

@@ -258,9 +258,8 @@ class Operations:
             try:
                 return await self._accept(record.id, newest + 1, digest, lambda _: operation)
             except Conflict as error:
-                if (
-                    error.code != "body_differs"
-                ):  # otherwise another operation has arrived meanwhile
+                if error.code != "body_differs":
+                    # otherwise another operation has arrived meanwhile
                     raise
 
     async def _numbered(
@@ -602,9 +601,8 @@ def _stored_session(run: Path, name: str) -> SamplingSession | None:
     """Returns the session of that name. The number of a snapshot is a session too."""
     if not name.isdecimal():
         return OperationLog(run).session(name)
-    found = (
-        one for one in SavedFolder(run).all() if one.number == int(name) and one.kind == "snapshot"
-    )
+    saved = SavedFolder(run).all()
+    found = (one for one in saved if one.number == int(name) and one.kind == "snapshot")
     saved = next(found, None)
     return saved and SamplingSession(step=saved.step, adapter=saved.adapter)
 
