@@ -44,8 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"rank": 16}},
     "LoRA without gradient checkpointing": {"lora": {"rank": 16}, "memory": PLAIN},
 }
-"""The changes of each case to a job with ZeRO-2 in float32. In small micro-batches the update
-determines the peak."""
+"""The changes of each case to a job with ZeRO-2 in float32. With few tokens the update is the
+peak."""
 
 STEPS: dict[str, dict[str, int]] = {
     "24 x 8 x 8": {"groups": 24, "group_size": 8, "prompt": 37, "completion": 8},

@@ -114,8 +114,7 @@ def count(text: str) -> int:
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Returns the type of an option whose value is a list of some of the names, separated by
-    commas."""
+    """Returns the type of an option whose value is a comma-separated list of some of the names."""
 
     def parse(text: str) -> list[str]:
         found = text.split(",")

@@ -177,8 +177,7 @@ async def short_program(
 
 
 async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> list[Figure]:
-    """Returns a comparison of a program that uses twenty modules with the same program in
-    bubblewrap."""
+    """Returns a comparison of a program that uses twenty modules with itself in bubblewrap."""
     if not shutil.which("bwrap"):
         print("no bwrap here (apt-get install bubblewrap): bubblewrap's columns are left out\n")
         return []
@@ -327,8 +326,7 @@ async def run_once(sandbox: LocalSandbox, number: int) -> float:
 
 
 def program(number: int, index: int) -> str:
-    """Returns a program that is new in each round, because verdicts on the same program are
-    cached."""
+    """Returns a program that is new in each round, because verdicts are cached by program."""
     return f"# round {number}\n{CODE}\n{TESTS} + [{index}]"
 
 

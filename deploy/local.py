@@ -146,8 +146,8 @@ def _show_state(state: dict[str, Any], as_json: bool, folder: Path) -> None:
 
 
 def said_of(state: dict[str, Any], folder: Path) -> str:
-    """Returns a sentence on where the stack is, with the commands that reach and stop it in
-    `folder`."""
+    """Returns a sentence on where the stack in `folder` is, with commands that reach and stop
+    it."""
     url = state["urls"]["orchestrator"]
     is_own = folder == OWN
     down = "hone down" if is_own else f"hone down --dir {shlex.quote(str(folder))}"

@@ -156,7 +156,7 @@ def _service_at(url: str) -> str | None:
 
 
 def _folder(settings: Settings, url: str) -> Path | None:
-    """Returns the folder of this user's stack with the service, if its shared memory has a link to
+    """Returns the folder of this user's stack with the service, if shared memory has a link to
     it."""
     folders = (link.readlink() for link in settings.shm_dir.glob(f"*/{STACK_LINK}"))
     return next((folder for folder in folders if url in _urls(folder).values()), None)

@@ -29,8 +29,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\n"
 
 ROOMS = ("extensions", "api", "jobs", "grpo", "samplers", "data", "store")
-"""The rooms (folders) of the orchestrator from top to bottom: a room imports only rooms below
-it."""
+"""The folders of the orchestrator from top to bottom: each imports only those below it."""
 
 TRAINER = ROOT / "docs/trainer.md"
 BEGIN_PARAMETERS = "<!-- parameters: `make docs` draws this -->\n"

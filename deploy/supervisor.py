@@ -37,8 +37,7 @@ from shared.http.urls import url_at
 from shared.settings import PREFIX, Settings, load_settings
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
-"""Seconds between a process's end and its next start: doubled each time, until the process is
-steady."""
+"""Seconds between a process's end and its next start: doubled until the process is steady."""
 
 STEADY_S = 10.0
 """Seconds after which a process counts as started successfully."""
@@ -279,8 +278,7 @@ class Supervisor:
         return url_at(self._settings.host, port)
 
     def _check_ports(self) -> None:
-        """Raises an error, naming the user, for a port that is in use, before anything is
-        started."""
+        """Raises an error that names the user of a port in use, before anything is started."""
         for name, port in self._ports().items():
             try:
                 check_port(self._settings.host, port, _service(name))

@@ -185,8 +185,7 @@ def _text(value: Any) -> str:
 
 def server_options(service: str, **options: Any) -> dict[str, Any]:
     """Returns a service's options: one container, which ends when there are no requests, behind
-    Modal's proxy, which requires a token. Without `target_concurrency` there is no second
-    container."""
+    Modal's proxy, which requires a token. Without `target_concurrency` there is only one."""
     return {
         "port": PORTS[service],
         "unauthenticated": False,
@@ -222,8 +221,7 @@ PROCESS_GIB = 8
 """GiB of a process with torch and CUDA: a rank, or a sampler's worker."""
 
 MAX_GIB = 256
-"""The most GiB that are requested without a setting: a container that needs more has a whole
-machine."""
+"""The most GiB that are requested without a setting: a larger container has a whole machine."""
 
 RANK_CORES, SAMPLER_CORES, WORKER_CORES = 4.0, 4.0, 1.0
 """Cores for a rank, whose optimizer may run on the CPU; for vLLM's server and its first worker; for

@@ -14,8 +14,7 @@ from shared.job.file import load_job
 MAX_SAMPLERS = 8
 VOLUMES = "/volumes"
 OVER_THE_VOLUME = ("disk", "reload", "restart")
-"""Sync methods for samplers in containers of their own: the trainer's container cannot be
-called."""
+"""Sync methods for samplers in other containers: the trainer's container cannot be called."""
 
 OVERRIDES = {
     "model": "model",

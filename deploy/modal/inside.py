@@ -78,9 +78,8 @@ def stack(services: Sequence[str], environment: Mapping[str, str]) -> Generator[
 
 
 def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
-    """Returns None once all these services answer, or a sentence on one that did not in time. A
-    container with GPUs then ends without an error: after an error Modal would start and bill it
-    again."""
+    """Returns None once all these services answer, or a sentence on one that did not in time. The
+    container then ends without an error: after an error Modal would start and bill it again."""
     try:
         asyncio.run(wake(urls, deadline_s))
     except Unavailable as error:

@@ -1,5 +1,4 @@
-"""Errors of a job that any part of the orchestrator raises; `jobs/decisions.py` decides how the job
-reacts."""
+"""Errors of a job that any folder may raise; `jobs/decisions.py` decides what follows."""
 
 from __future__ import annotations
 

@@ -181,8 +181,7 @@ class Extensions:
     service (s), and the settings."""
 
     teacher_of: Callable[[TeacherSpec, Settings, Tell, float | None], Teacher] = _missing
-    """Returns the teacher. The last argument is how long calls wait for an unreachable endpoint, in
-    seconds."""
+    """Returns the teacher. The last argument is how long calls wait for its endpoint (s)."""
 
     tracker_of: Callable[[Job, str, Path], Tracker] | None = None
     """Returns the trackers of a job, from the job, its id and its run folder."""
@@ -196,8 +195,7 @@ class Extensions:
     diagnose: Callable[[RunFolder, Job], Sequence[Finding]] = lambda _folder, _job: ()
 
     warn_of: Callable[[Job], str | None] = lambda _job: None
-    """Returns a warning about a probable mistake in a job that is submitted. It may take
-    seconds."""
+    """Returns a warning about a probable mistake in a submitted job. It may take seconds."""
 
     attending: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _job_id: (
         contextlib.nullcontext()

@@ -40,8 +40,7 @@ Constraint = Mapping[str, Any]
 
 
 class BadPrompt(BadRequest):
-    """Nothing can be sampled after this prompt. For a job this is data, not an error of the
-    request."""
+    """Nothing can be sampled after this prompt: a result for a job, not an error."""
 
 
 class Overlong(BadPrompt):
@@ -266,8 +265,7 @@ class Starter(Protocol):
     """Finds models and starts engines for them."""
 
     async def preload(self) -> None:
-        """Prepares the first start, which is then faster. Raises Failed if no engine can start
-        here."""
+        """Makes the first start faster. Raises Failed if no engine can start here."""
         ...
 
     async def find_model(self, spec: EngineSpec) -> Path:

@@ -111,8 +111,7 @@ async def _ending(
 
 
 def _marked(answer: Message) -> str:
-    """Returns the text that replaces an answer's: the mark, after the reasoning if the answer has
-    some."""
+    """Returns the text that replaces an answer's: the mark, after the reasoning if any."""
     has_thoughts = END_OF_THOUGHTS in str(answer.get("content") or "")
     return f"<think>\n{THOUGHT}\n{END_OF_THOUGHTS}\n\n{MARK}" if has_thoughts else MARK
 
@@ -409,9 +408,8 @@ def _rendered(
 
 
 def _after(tokenizer: Any, head: str, text: str, *, special: bool) -> list[int]:
-    """Returns the tokens of `text` after `head`: the tokens of both without the head's at the
-    beginning. If they do not begin with the head's, the tokens of the text alone, because the
-    head's tokens are fixed."""
+    """Returns the tokens of `text` after `head`: the tokens of both without the head's. If they do
+    not begin with the head's, which are fixed, the tokens of the text alone."""
     head_ids = tokenizer.encode(head, add_special_tokens=special)
     both = tokenizer.encode(head + text, add_special_tokens=special)
     if both[: len(head_ids)] == head_ids:

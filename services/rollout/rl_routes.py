@@ -39,8 +39,7 @@ class PauseState(Wire):
 
 
 class CacheReset(Wire):
-    """The answer to `/reset_prefix_cache`. `success` is False while requests still use cached
-    prefixes."""
+    """The answer to `/reset_prefix_cache`. `success` is False while prefixes are in use."""
 
     success: bool
 

@@ -194,8 +194,7 @@ class Requests:
         which: Callable[[GenerateRequest], bool],
         error: Callable[[GenerateRequest], HoneError],
     ) -> int:
-        """Ends the requests that `which` selects, each with the error that `error` returns. Returns
-        how many."""
+        """Ends the requests that `which` selects, with the error of `error`. Returns how many."""
         return self._end(lambda entry: which(entry.request), error)
 
     def lose(self, why: str) -> None:
@@ -395,8 +394,7 @@ class Running:
         return f"{owner_of(serving)}:{serving.version if version is None else version}"
 
     def serving_adapter(self, job_id: str | None) -> AbstractContextManager[Adapter | None]:
-        """Returns a context that keeps the job's adapter loaded; it yields None if no adapter
-        serves the job."""
+        """Returns a context that keeps the job's adapter loaded; it yields None without one."""
         by_adapter = self.served_to(job_id).by_adapter
         return self.adapters.using(self.adapters.of_job(job_id) if by_adapter else None)
 
@@ -420,8 +418,8 @@ class Running:
         )
 
     def lose_base(self) -> None:
-        """Notes that other weights replace the model's own, which the loaded adapters do not
-        fit."""
+        """Notes that the model's own weights are replaced: the loaded adapters do not fit
+        others."""
         self.adapters.forget()
         self.is_base = False
 
@@ -456,8 +454,7 @@ class Running:
         self.lose_base()
 
     async def end_pause(self) -> None:
-        """Ends a pause that `/pause` began, before a job uses the engine. A dead engine is left
-        unchanged."""
+        """Ends a pause of `/pause` before a job uses the engine. Leaves a dead engine unchanged."""
         was_paused, self.is_paused = self.is_paused, False
         if was_paused and not self.is_asleep and not await self.failure():
             await self.engine.resume()

@@ -493,8 +493,7 @@ class Deltas:
         self._steps = self._steps[-KEEP_STEPS:]
 
     def leading_to(self, digest: str) -> tuple[Delta, ...]:
-        """Returns the deltas up to that version, oldest first; none if it can only be sent
-        whole."""
+        """Returns the deltas up to that version, oldest first; empty if it is sent whole."""
         return tuple(self._steps) if self._end() == digest else ()
 
     def forget(self) -> None:

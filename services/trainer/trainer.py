@@ -166,8 +166,7 @@ class Trainer:
             self.unload()
 
     def _remember(self) -> None:
-        """Keeps the newest attempt's job for restarted ranks, which would otherwise accept older
-        attempts."""
+        """Keeps the newest attempt's job for restarted ranks, else they would accept older ones."""
         self._seams.remember_job(self._newest)
 
     def _continued(self, loaded: LoadedJob, request: TrainerJob) -> TrainerState:
@@ -198,8 +197,7 @@ class Trainer:
 
     def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardResult:
         """Adds the gradient of the examples' loss to the next `optim_step`'s, as the next
-        operation. A repetition of the last operation, with the same body, only returns the same
-        result."""
+        operation. The last operation again, with the same body, returns its result."""
         loaded, started = self._job(request), time.monotonic()
 
         def apply() -> ForwardBackwardResult:
@@ -215,8 +213,7 @@ class Trainer:
 
     def optim_step(self, request: OptimStepRequest) -> OptimStepResult:
         """Changes the weights by the gradient of the calls since the last optimizer step, as the
-        next operation. A repetition of the last operation, with the same body, only returns the
-        same result."""
+        next operation. The last operation again, with the same body, returns its result."""
         loaded, started = self._job(request), time.monotonic()
 
         def apply() -> OptimStepResult:
@@ -255,8 +252,7 @@ class Trainer:
         return result
 
     def forward(self, request: ForwardRequest) -> ForwardResult:
-        """Returns the log-probs of the examples by the weights of the last applied step. Changes
-        nothing."""
+        """Returns the examples' log-probs by the weights of the last step. Changes nothing."""
         loaded = self._job(request)
         if request.step != loaded.step:
             raise Conflict(
@@ -392,8 +388,7 @@ class Trainer:
         self._turns.free_shared_memory()
 
     def give_up(self, job_id: str) -> None:
-        """Frees a job that only some ranks have loaded. The state of other jobs is in host memory,
-        and stays."""
+        """Frees a job that only some ranks have loaded. Other jobs' state stays, in host memory."""
         self._turns.free(job_id)
         self._turns.close_engine()
         if self._ranks.rank == 0 and not self._turns.num_jobs:
@@ -449,8 +444,8 @@ class Trainer:
 
     def _trained(self, loaded: LoadedJob, train: Callable[[], T]) -> T:
         """Returns the result of `train`, which uses the engine. If it fails in a way that the
-        engine cannot undo, frees the job and the engine; the state of jobs that share it is in host
-        memory, and stays."""
+        engine cannot undo, frees the job and the engine; other jobs' state stays, in host
+        memory."""
         if loaded.publisher is not None:
             loaded.publisher.stop_sending()  # tensors that are being sent must not change
         if self._settings.colocate:

@@ -49,8 +49,7 @@ from shared.weights.meeting import ASKED, MEET_S, TURN, nth_asked, surviving_pee
 from shared.wire import SentTensor, SharedTensor
 
 CHUNK_BYTES = 256 << 20
-"""Approximate bytes of one broadcast. Both sides need that much memory in addition to the
-weights."""
+"""Approximate bytes of one broadcast. Both sides need that much memory beside the weights."""
 
 POLL_S = 0.02
 

@@ -248,8 +248,7 @@ def _check_length(job: Job) -> None:
 
 
 def _check_generated(job: Job) -> None:
-    """Checks generated problems: rows with levels are sorted, and a shuffle or a second pass would
-    undo their order."""
+    """Checks generated problems: a shuffle or a second pass would undo the order of levels."""
     data = job.data
     sources = (data.train, data.eval, *(each.source for each in job.evaluation.sets.values()))
     named = [one for one in sources if isinstance(one, str) and one.startswith(REASONING_GYM)]

@@ -23,8 +23,7 @@ MAX_INLINE_BYTES = 1 << 18
 MAX_TEMPLATE_CHARS = 1 << 16
 
 REASONING_GYM = "reasoning_gym:"
-"""The beginning of the name of a source that the package reasoning-gym generates; its task
-follows."""
+"""The beginning of the name of a source of the package reasoning-gym; the task follows."""
 
 MAX_GENERATED = 100_000
 

@@ -344,8 +344,7 @@ class Job(Section):
 
     @property
     def temperature(self) -> float:
-        """The temperature of the trainer's log-probs: the sampling temperature, and 1 for given
-        answers."""
+        """The temperature of the trainer's log-probs: the sampling one, and 1 for given answers."""
         return 1.0 if self.trains_without_sampling else self.sampling.temperature
 
     @property
@@ -439,8 +438,7 @@ SHOWN_CHARACTERS = 60
 
 
 def learned(job: Job) -> dict[str, Any]:
-    """Returns the keys that change what is learned, with the learning rate's value also if it is
-    the default."""
+    """Returns the keys that change what is learned, the learning rate also if it is the default."""
     found = job.model_dump(mode="json", exclude=set(MAY_CHANGE))
     return found | {"training": found["training"] | {"learning_rate": job.learning_rate}}
 

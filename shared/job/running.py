@@ -136,8 +136,7 @@ class CheckpointSpec(Section):
 
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept. With the default a job survives damage to the
-    newest. An older checkpoint is kept, too, while it is the model of another job that has not
-    ended."""
+    newest. An older one is kept, too, while it is the model of another job that has not ended."""
 
     keep_every: int = Field(default=0, ge=0)
     """Older checkpoints whose step is divisible by this are kept too. 0: none."""

@@ -297,8 +297,7 @@ class EnvironmentSpec(Section):
 
     @property
     def has_file(self) -> bool:
-        """Whether the reward service runs the environment, or a part of it, from the text of
-        `file`."""
+        """Whether the reward service runs the environment, or a part of it, from `file`."""
         return self.source is not None or self.file is not None
 
     @property

@@ -5,8 +5,7 @@ the elements whose bits changed.
 
 Gaps and values are written byte plane by byte plane (all lowest bytes, then all second ones, ...):
 a plane of zeros compresses to almost nothing, and the highest bytes of floats have few different
-values. Values are written over the old ones, not added to them, so applying a frame twice is
-harmless.
+values. Values replace the old ones, so applying a frame twice is harmless.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ _before: list[str | None] = []
 def memory_space() -> str | None:
     """Returns an identifier that two processes must share for one to read the other's memory of a
     GPU: of the host, the PID namespace (CUDA names a block's process by its number) and /dev/shm
-    (torch counts the readers there). Each container has its own of the last two. None: not
-    known."""
+    (torch counts the readers there). Each container has its own last two. None: unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pids, shm = Path("/proc/self/ns/pid").stat().st_ino, Path("/dev/shm").stat().st_dev

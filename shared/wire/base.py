@@ -45,8 +45,7 @@ class Listing(Wire, Generic[T_co]):
 
 
 Reported = Annotated[float, Field(ge=-1e30, le=1e30)]
-"""A reward or metric from an external source. Sums and means of greater numbers would not be
-finite."""
+"""A reward or metric from outside. Sums and means of greater numbers would not be finite."""
 
 Message = dict[str, Plain]
 """A chat message: at least `role` and `content`."""

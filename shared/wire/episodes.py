@@ -105,8 +105,8 @@ class EpisodeClosed(Wire):
 
 class ValidateEnvironment(Wire):
     """`POST /episodes/validate`: opens an episode of a row, and closes it. 422 with a sentence if
-    it cannot be opened. All classes of a table are checked. Without `job_id` the worker is ended
-    afterwards."""
+    it cannot be opened. All classes of a table are checked. Without `job_id` the worker then
+    ends."""
 
     job_id: JobId | None = None
     environment: EnvironmentSpec

@@ -24,8 +24,7 @@ PREFIX = "ftevent-"
 
 
 class Hyperparameters(Wire):
-    """OpenAI's hyperparameters, of every method. docs/openai.md has a table of what each does to
-    the job."""
+    """OpenAI's hyperparameters, of every method. docs/openai.md says what each does to the job."""
 
     batch_size: Auto | int = Field(default="auto")
     learning_rate_multiplier: Auto | float = Field(default="auto")

@@ -190,8 +190,7 @@ class Prompt(Wire):
 
 
 FinishReason = Literal["stop", "length", "timeout", "error"]
-"""Why a completion ended: by its end token or a stop string, by `max_tokens`, by its deadline, or
-by an error."""
+"""A completion ended by its end token or a stop string, `max_tokens`, its deadline, or an error."""
 
 
 MAX_TOP = 100
@@ -417,8 +416,7 @@ class Rollout(Wire):
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens that the policy sampled, in the rollout's own row and in its
-        branches."""
+        """The number of sampled tokens, in the rollout's own row and in its branches."""
         branched = sum(branch.num_sampled for branch in self.branches)
         return _num_sampled(self.sampled, self.token_ids) + branched
 

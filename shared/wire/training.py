@@ -373,8 +373,7 @@ class ProgramOperation(Wire):
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the trainer counts the operation, because it changes the gradient or the
-        weights."""
+        """Whether the trainer counts the operation: it changes the gradient or the weights."""
         return self.kind in ("forward_backward", "optim_step")
 
     @property

@@ -403,8 +403,8 @@ def prompt_warnings(job: Job, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _without_template(reader: PromptReader, prompt: Prompt) -> list[str]:
-    """Returns a warning if the model has a chat template and the prompt is text, which is not
-    rendered with it."""
+    """Returns a warning if the model has a chat template, which prompts that are text do not
+    use."""
     if reader.template is None:
         return []
     try:
@@ -439,8 +439,7 @@ def _shortened(text: str) -> str:
 
 
 def reader_of(job: Job) -> PromptReader:
-    """Returns the reader with the tokenizer and the template of the job's model. Raises
-    TokenizerUnavailable."""
+    """Returns the reader of the job's model's tokenizer. Raises TokenizerUnavailable."""
     return prompt_reader(job.model, tokenizer_folder(job), job.sampling.template_args)
 
 

@@ -132,8 +132,7 @@ def _release(source: ProblemSet) -> str:
 
 
 def _generate(source: ProblemSet, path: Path) -> None:
-    """Writes the file in a process, which is killed at its deadline or when the caller is
-    cancelled."""
+    """Writes the file in a process, which is killed at its deadline or with the caller's task."""
     with tempfile.TemporaryDirectory(dir=path.parent) as aside:
         written = Path(aside) / path.name
         generating = run_in_subprocess(
@@ -178,8 +177,7 @@ def _remove_oldest(folder: Path) -> None:
 
 
 def write(source: ProblemSet, path: str) -> None:
-    """Writes the rows to a file. Raises BadRequest for a task or an option that the package does
-    not have."""
+    """Writes the rows to a file. Raises BadRequest for a task or option unknown to the package."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     num_bytes = 0
     with Path(path).open("w", encoding="utf-8") as file:

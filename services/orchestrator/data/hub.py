@@ -139,8 +139,7 @@ def _paths(value: Any) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class HubTable(ArrowTable):
-    """A table of the Hub. `version` is the commit; None if it is unknown because HF_HUB_OFFLINE
-    forbids requests."""
+    """A table of the Hub. `version` is the commit; None if HF_HUB_OFFLINE forbids asking for it."""
 
     def _load(self, *, streaming: bool) -> Any:
         if self.version is None:

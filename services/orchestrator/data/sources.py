@@ -1,5 +1,4 @@
-"""The kinds of sources of a job's problems. READ FIRST. The first matching entry of KINDS opens a
-source."""
+"""The kinds of sources of a job's problems. READ FIRST. The first match in KINDS opens it."""
 
 from __future__ import annotations
 

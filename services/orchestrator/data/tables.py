@@ -278,8 +278,7 @@ class Index:
 
 @functools.lru_cache(maxsize=16)
 def _indexed(table: JsonTable | CsvTable) -> Index:
-    """Returns the table's `index`, cached for all jobs that read the same content of the same
-    file."""
+    """Returns the table's `index`, cached for all jobs that read the same content of the file."""
     index = table.index()
     check_version(table.name, digest_of_file(table.path), table.version)
     return index

@@ -243,8 +243,7 @@ class Uploads:
 
 def new_id(key: str | None, secret: bytes = b"") -> str:
     """Returns the id for an upload; the same idempotency key and secret always give the same id.
-    Knowing the id is enough to read the file, so a guess of the idempotency key must not reveal
-    it."""
+    The id is enough to read the file, so a guess of the idempotency key must not reveal it."""
     if key:
         return f"file-{hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:24]}"
     return f"file-{secrets.token_hex(12)}"

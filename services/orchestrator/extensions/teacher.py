@@ -39,8 +39,7 @@ TEACHER = "teacher"
 """The name of the teacher's part of a score."""
 
 TokenAnswers = tuple[list[float | None], list[str | None]]
-"""The log-prob and the text of each token of a row; None where the endpoint gives none, as for the
-first token."""
+"""The log-prob and the text of each token of a row; None where the endpoint gives none."""
 
 AWAY = (429, 502, 503, 504)
 """Statuses of transient failures."""
@@ -56,8 +55,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
 CHECK_S = 60.0
 
 LEAST = -9000.0
-"""Log-probs below this stand for a probability of 0: JSON has no infinity, and vLLM writes
--9999."""
+"""Log-probs below this mean a probability of 0: JSON has no infinity, vLLM writes -9999."""
 
 NUM_COMPARED = 128
 """Number of tokens by which the vocabularies are compared."""
@@ -218,8 +216,8 @@ class Teacher:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _ask(self, ids: list[int]) -> TokenAnswers:
-        """Sends one request. Raises _EndpointUnreachable, _UnusableAnswer or, if the endpoint
-        refuses, TeacherFailed."""
+        """Sends a request. Raises _EndpointUnreachable, _UnusableAnswer or (refused)
+        TeacherFailed."""
         echoes = self._echoes
         answer = await self._sent(ids, echoes)
         if not echoes and answer.status_code in NO_SUCH_FIELD:

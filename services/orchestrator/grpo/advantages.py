@@ -307,8 +307,7 @@ Returns = list[float | None]
 one has a reward."""
 
 TURN_TIMES = "turn_times"
-"""The key in a rollout's `info` under which each answer, row by row, has a number that grows with
-time."""
+"""The key in a rollout's `info` of a number for each answer, row by row, that grows with time."""
 
 V = TypeVar("V")
 
@@ -349,9 +348,8 @@ def returns(
     rewards: Sequence[RewardSpec],
     discount: float,
 ) -> Returns:
-    """Returns the returns G `[K]` of the rollout. `total` is the rollout's reward by `rewards`,
-    which are all or a part of the job's; without it the rollout has no return. Raises Failed for
-    more turn rewards than turns."""
+    """Returns the returns G `[K]` of the rollout. `total` is its reward by `rewards`, all or a part
+    of the job's; without it there is no return. Raises Failed for more turn rewards than turns."""
     num = num_turns(rollout)
     if total is None:
         return [None] * num
@@ -416,8 +414,7 @@ def turn_advantages(
 def _compared(
     p: int, returns_G: Sequence[Returns], credit: str
 ) -> list[list[tuple[int, int, int]]]:
-    """Returns the sets of a group's turns that are compared with each other, each turn as (prompt,
-    rollout, turn)."""
+    """Returns the sets of a group's turns, (prompt, rollout, turn), that are compared."""
     turns = [(p, g, k) for g, returns_K in enumerate(returns_G) for k in range(len(returns_K))]
     if credit == "returns":
         return [turns]

@@ -239,8 +239,7 @@ class Batches:
     async def _score(
         self, prompt: Prompt, group: RolloutGroup, before: Sequence[Score] = ()
     ) -> tuple[Score, ...]:
-        """Returns the group's scores. The teacher's log-probs in the scores `before` are kept, not
-        computed again."""
+        """Returns the group's scores. The teacher's log-probs in the scores `before` are reused."""
         scores = await self.services.reward.score(prompt, group, job_id=self.job_id)
         if (teacher := self.services.teacher) is None:
             return scores

@@ -221,8 +221,7 @@ def _num_credited(rollout: Rollout, score: Score, job: Job) -> list[int]:
 V = TypeVar("V")
 
 Terms = list[Logprobs] | None
-"""The terms `[T]` of each row of a rollout, its branches first; None: the teacher gave no
-log-probs."""
+"""The terms `[T]` of each row of a rollout, branches first; None: no log-probs of the teacher."""
 
 
 def teacher_terms(batch: Batch, job: Job) -> list[list[Terms]] | None:

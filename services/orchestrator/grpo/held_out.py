@@ -108,8 +108,7 @@ def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
 
 
 def _interval(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the 95 % confidence interval of the mean reward; empty if the problems do not
-    determine one."""
+    """Returns the 95 % confidence interval of the mean reward; empty if there is none."""
     rewards = [metrics["reward"] for metrics in problems if "reward" in metrics]
     mean = estimate(rewards) if rewards else None
     if mean is None or mean.low is None or mean.high is None:
@@ -300,8 +299,8 @@ ASKED = {"num_prompts", "samples", "temperature", "max_tokens", "pass_reward"}
 
 class Scores(Wire):
     """The scores of a model on a held-out set, as they are stored: the metrics of each problem
-    `[P]`, and the shares of completions that are left out of them. `key` is the digest of the
-    settings and of the content that decide the scores."""
+    `[P]`, and the shares of completions that are left out of them. `key` is the digest of all that
+    decides the scores."""
 
     key: str
     model: str

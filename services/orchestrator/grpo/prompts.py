@@ -56,8 +56,7 @@ class HeldOut:
     table: Table | None = None
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """Returns the prompts. Rendering the templates may take long: call it off the event
-        loop."""
+        """Returns the prompts. Templates may take long: call it off the event loop."""
         return self.made_of(self.problems)
 
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:

@@ -181,9 +181,8 @@ def _ends_with_it(prompt: Prompt) -> bool:
 async def sft_groups(
     services: Services, job: Job, prompts: Prompts, step: int
 ) -> list[ScoredGroup]:
-    """Returns the step's groups of given completions: one or more per row, since each of an
-    assistant's messages in a chat is one. An answer that is too long for the model is a rollout
-    that went wrong."""
+    """Returns the step's groups of given completions: one or more per row, since each message of an
+    assistant is one. An answer that is too long for the model is a rollout that went wrong."""
 
     def read() -> list[SFTExample]:
         return sft_examples(prompts.for_step(step), job, prompts.name)

@@ -222,8 +222,7 @@ def _text(value: Any) -> Any:
 
 
 def _field(value: Any) -> str:
-    """Returns the value as it is stored in a hash. A lone surrogate, which is not valid text,
-    becomes `?`."""
+    """Returns the value as it is stored in a hash. A lone surrogate (invalid text) becomes `?`."""
     if isinstance(value, dict | Sequence) and not isinstance(value, str):
         return json.dumps(value)
     return str(value).encode(errors="replace").decode()

@@ -34,8 +34,7 @@ Place = tuple[int, int]
 
 
 class FinishedGroup(ScoredGroup):
-    """A stored group of a step. `learned` is the digest of the settings that decide what the job
-    learns (`digest_of`)."""
+    """A stored group of a step. `learned` is the digest of the settings that decide learning."""
 
     learned: str
     schema_version: int = 1

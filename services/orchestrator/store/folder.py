@@ -77,8 +77,8 @@ OF_SUBMISSION = ("created_at", "key", "fingerprint", "submitted_by", "weight")
 
 
 class Note(Wire):
-    """The fields of the job's record that a rebuilt record needs, as of when a worker took the job
-    or when the job ended. Times are Unix seconds. `key` is the idempotency key of its submission,
+    """The fields of the job's record that a rebuilt one needs, as of when a worker took the job or
+    the job ended. Times are Unix seconds. `key` is the idempotency key of its submission,
     `fingerprint` the digest of the submitted job; `submitted_by` and `weight` are as in
     `JobSummary`."""
 
@@ -377,8 +377,7 @@ class RunFolder:
         return [row for row in rows if row.step > after_step]
 
     def stamp(self) -> tuple[object, ...]:
-        """Returns a stamp that changes whenever the metrics, the syncs or the stored batches
-        change."""
+        """Returns a stamp that changes with the metrics, the syncs and the stored batches."""
         state = list[object](sorted(path.name for _, path in self._batch_files()))
         for name in ("metrics.jsonl", SYNCS):
             with contextlib.suppress(FileNotFoundError):
@@ -437,13 +436,12 @@ class RunFolder:
                     path.unlink(missing_ok=True)
 
     def write_trained(self, tokens: TrainedTokens) -> None:
-        """Stores the trainer's log-probs and entropies of the step's tokens. No run depends on
-        them."""
+        """Stores the trainer's log-probs and entropies of the step's tokens, for readers only."""
         with self._writing():
             disk.write_file(self._trained_path(tokens.step), codec.pack(tokens))
 
     def trained(self, step: int) -> TrainedTokens | None:
-        """Returns the trainer's log-probs and entropies of the step's tokens; None if they are not
+        """Returns the trainer's log-probs and entropies of the step's tokens; None if not
         stored."""
         try:
             data = self._trained_path(step).read_bytes()
@@ -498,8 +496,7 @@ class RunFolder:
         return json.loads(path.read_bytes()) if path.exists() else None
 
     def _note(self, name: str, data: bytes) -> None:
-        """Writes a file, also into a folder that does not belong to a job yet, or no longer
-        does."""
+        """Writes a file, also into a folder that is not yet, or no longer, a job's."""
         with writing("run folder", self.path):
             if self.path.is_dir():
                 disk.write_file(self.path / name, data)
@@ -548,8 +545,7 @@ def _same_prompt(rollout: GradedRollout, before: GradedRollout | None) -> bool:
 
 
 def _with_prompts(rollouts: Sequence[GradedRollout]) -> tuple[GradedRollout, ...]:
-    """Returns the rollouts, each with its prompt: the file has it only at the first rollout of a
-    problem."""
+    """Returns the rollouts, each with its prompt, which the file has once per problem."""
     with_prompts: list[GradedRollout] = []
     for each in rollouts:
         if not each.prompt and with_prompts and _same_prompt(each, with_prompts[-1]):

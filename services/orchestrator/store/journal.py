@@ -50,8 +50,7 @@ class Journal:
         await (self.warn(message) if stalls else self.log(message))
 
     async def loaded(self, state: TrainerState, furthest: int) -> None:
-        """Reports that the trainer has loaded the job; `furthest` is the last step that was done
-        before."""
+        """Reports that the trainer has loaded the job; `furthest` is the last step done before."""
         ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
         message = (
             f"the trainer has {state.num_parameters:,} parameters as {state.dtype}, {ranks} on "

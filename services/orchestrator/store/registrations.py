@@ -160,8 +160,7 @@ class Use:
 
 
 def uses_below(folder: Path, models: Iterable[tuple[str, str, str]]) -> list[Use]:
-    """Returns the uses of models in `folder`. `models` has each model with its job's id and
-    status."""
+    """Returns the uses of models in `folder`. `models`: each model, its job's id and status."""
     folder = folder.resolve()
     uses = [Use(Path(model).resolve(), job_id, status) for model, job_id, status in models]
     return [use for use in uses if use.path.is_relative_to(folder)]

@@ -146,8 +146,7 @@ def own_logprobs(flat: FlatLogprobs) -> list[float]:
 
 
 def top(flat: Any, num_top: int) -> tuple[TokenIds, Logprobs]:
-    """Returns the `num_top` likeliest tokens of each position, and their log-probs; nothing for
-    0."""
+    """Returns the `num_top` likeliest tokens of each position, and their log-probs."""
     if not num_top or not isinstance(flat, FlatLogprobs):
         return TokenIds(), Logprobs()
     places = [at for start in _places(flat) for at in range(start + 1, start + 1 + num_top)]

@@ -367,8 +367,7 @@ class VllmEngine:
         )
 
     async def stop(self) -> None:
-        """Ends the engine. Its listener ends first, because vLLM would otherwise log that the
-        engine died."""
+        """Ends the engine, and before it its listener: else vLLM would log that the engine died."""
         if listener := self._llm.output_handler:
             listener.cancel()
         self._llm.output_processor.propagate_error(EngineDeadError())

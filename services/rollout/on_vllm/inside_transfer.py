@@ -1,4 +1,4 @@
-"""Receives weights from the trainer's device, in vLLM's processes. The service calls only
+"""Receives weights from the trainer's device, in vLLM's processes. The service calls
 `transfer_spec`.
 
 First trainer and sampler meet, in a thread, while the engine samples. So a transfer that cannot
@@ -57,8 +57,7 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 @dataclass
 class Meeting(WeightTransferInitInfo):
-    """The address of the meeting with the trainer, the sampler's name there, and the number of
-    ranks."""
+    """The address of the meeting with the trainer, the sampler's name, and the number of ranks."""
 
     host: str
     port: int

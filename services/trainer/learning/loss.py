@@ -111,8 +111,7 @@ class LossInputs:
 
 
 TokenBound = Callable[[LossInputs, Tensor], Tensor]
-"""Returns, from the inputs and the ratios `[N]`, a bool for each token `[N]`: whether a bound of
-the ratio holds it."""
+"""Returns, from inputs and ratios `[N]`, whether a bound of the ratio holds each token `[N]`."""
 
 
 @dataclass(frozen=True)

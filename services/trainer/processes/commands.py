@@ -206,9 +206,8 @@ def _answer(answer: Future[BaseModel], outcome: BaseModel | HoneError) -> None:
 
 
 def _message(ticket: Ticket | None) -> bytes:
-    """Returns the encoded command for all ranks; empty without a command. If msgpack cannot encode
-    its body, such as a whole number beyond 64 bits in a JSON body, the command is answered with an
-    error, and the result is empty too."""
+    """Returns the encoded command for all ranks; empty without a command. One that msgpack cannot
+    encode, as with a whole number beyond 64 bits, is answered with an error, and is empty too."""
     if ticket is None:
         return b""
     head = f"{ticket.name} {ticket.request_id}\n".encode()
@@ -360,6 +359,5 @@ class FairQueue:
         return [each for each in self._waiting if each[2].job_id == job_id]
 
     def _forget_idle(self) -> None:
-        """Forgets payers that are not ahead of the queue, because their next command begins at the
-        queue's position anyway."""
+        """Forgets payers that are not ahead of the queue: they begin at its position anyway."""
         self._ends = {payer: end for payer, end in self._ends.items() if end > self._now}

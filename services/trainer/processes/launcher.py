@@ -291,8 +291,8 @@ class LaunchFolder:
         return PassBudget(min(own.tokens, int(tokens)), bool(recomputes))
 
     def remember_failure(self, sentence: str) -> None:
-        """Keeps why the ranks end, unless a reason is kept already: the first reason is the cause
-        of later ones."""
+        """Keeps why the ranks end, unless there is a reason already: the first one causes
+        others."""
         if self.failure() is None:
             _replace(self.path / "failure", sentence.encode())
 

@@ -184,8 +184,7 @@ def _wait_for_port(host: str, port: int, deadline: float) -> None:
 
 
 def _wait_for_all(store: Store, place: Place) -> None:
-    """Waits until every rank has put its name into the store; rank 0 logs which ranks are
-    missing."""
+    """Waits until every rank's name is in the store; rank 0 logs which ones are missing."""
     deadline = time.monotonic() + MEET_S
     logged_at = time.monotonic()
     while missing := [rank for rank in range(place.num_ranks) if not store.check([_key(rank)])]:

@@ -63,8 +63,7 @@ from shared.weights.model_folder import window_of
 from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss
 
 CANARY_TOKENS = 64
-"""Enough tokens that every matrix of the model affects some log-prob, and few enough to cost next
-to nothing."""
+"""Enough tokens that every matrix affects some log-prob, and few enough to cost little."""
 
 
 @dataclass(frozen=True)

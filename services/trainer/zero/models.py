@@ -193,8 +193,7 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
 
 def checkpoint_tensors(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the model's weights as `save_pretrained` would write them: under the checkpoint's
-    names and in its shapes, tied ones once. Copies only tensors that a checkpoint stores in another
-    form."""
+    names and in its shapes, tied ones once. Copies only what a checkpoint stores differently."""
     kept = _without_unsaved(model, weights)
     names, changed = _in_checkpoint(model, kept)
     if not changed:

@@ -129,8 +129,7 @@ R = TypeVar("R")
 
 
 class BatchOutOfMemory(Exception):
-    """A micro-batch did not fit into memory, and nothing has changed. A micro-batch within `budget`
-    may fit."""
+    """A micro-batch did not fit into memory; nothing has changed. One within `budget` may fit."""
 
     def __init__(self, error: Failed, budget: PassBudget) -> None:
         super().__init__(error)

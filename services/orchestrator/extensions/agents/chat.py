@@ -59,8 +59,7 @@ def read_chat(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
 
 
 def _message(given: Any) -> Any:
-    """Returns the message without empty fields. The role "developer" becomes "system", because chat
-    templates do not know it."""
+    """Returns the message without empty fields. Templates know "system", but not "developer"."""
     if not isinstance(given, dict):
         return given
     said = {name: value for name, value in given.items() if value not in (None, [])}

@@ -1,6 +1,5 @@
 """Common parts of the dialects, the APIs that agents call: a request becomes a turn of a session,
-and the answer a body in the dialect, whole or as a stream. docs/agents.md has the fields for
-users."""
+and the answer a body in the dialect, whole or as a stream. docs/agents.md lists the fields."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ NAMED = "/sessions/{name}"
 STREAM = "text/event-stream"
 
 RETRY = "x-stainless-retry-count"
-"""The header with which the clients of OpenAI and Anthropic say how often they have sent this
-request before."""
+"""The header in which OpenAI's and Anthropic's clients count their retries of a request."""
 
 ANSWERS: rendering.Responses = {
     200: {"content": rendering.without_model("", STREAM, schema=rendering.TEXT)["content"]}
@@ -59,8 +58,7 @@ class SessionKeys:
         self._others = others
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
-        """Returns the key. The key of a session allows turns of that session, and the list of
-        models."""
+        """Returns the key. A session's key allows its turns, and the list of models."""
         if not secret.startswith(KEY):
             return await self._others.check(secret, method, path)
         session = self._sessions.find(api_key=secret)

@@ -45,8 +45,7 @@ KEY = "sk-hone-"
 """The prefix of the keys of sessions."""
 
 MAX_CLOSED = 65_536
-"""How many of the newest closed sessions are remembered, so that their names and keys are refused
-with a reason."""
+"""How many of the newest closed sessions are remembered, to refuse their keys with a reason."""
 
 MAX_BODY_BYTES = 16 << 20
 """Largest request of an agent: some megabytes of text are more than any model's window."""
@@ -135,8 +134,7 @@ class Session:
 
     @staticmethod
     def asked(request: ChatRequest) -> tuple[TurnRequest, Limits]:
-        """Returns the turn that the messages request. Raises BadRequest for values that are not
-        JSON."""
+        """Returns the turn that is requested. Raises BadRequest for values that are not JSON."""
         messages = tuple(map(read_fields, request.messages))
         try:
             name = request.model_copy(update={"messages": messages}).model_dump_json()

@@ -9,7 +9,7 @@
 
 An episode that took `MAX_DIED` workers with it has failed. From `NUM_SUSPECT` on it is offered to a
 worker that has no other such episode, so that the episode that kills workers is found without
-failing other ones.
+failing others.
 
 The tokens come from the session's record. The worker reports only the reward. The offers are in the
 memory of the orchestrator that runs the job; when it dies, their groups are sampled again.
@@ -60,8 +60,7 @@ from shared.wire import (
 )
 
 LEASE_S = 15.0
-"""Seconds after which a lease ends unless it is renewed. Workers renew it three times in that
-time."""
+"""Seconds until a lease ends unless renewed. Workers renew it three times in that time."""
 
 NOBODY_S = 30.0
 """Seconds without a request of any worker after which an event of the job warns of it."""
@@ -124,8 +123,7 @@ class Offer:
 
 @dataclass
 class LastPoll:
-    """When a worker last asked for episodes of a job, and whether the job's events say that none
-    asks."""
+    """When a worker last asked for a job's episodes, and whether its events say that none asks."""
 
     at: float = field(default_factory=time.monotonic)
     told: bool = False

@@ -305,8 +305,7 @@ def with_info(group: RolloutGroup, info: dict[str, Any]) -> RolloutGroup:
 
 
 def without_prefix(group: RolloutGroup, num_shared: int) -> Rollout:
-    """Returns the only rollout of a group as a continuation of the first `num_shared` tokens of its
-    prompt."""
+    """Returns a group's only rollout as a continuation of `num_shared` tokens of its prompt."""
     rollout = group.rollouts[0]
     if (rest := group.prompt_token_ids[num_shared:]) == ():
         return rollout
@@ -355,8 +354,7 @@ def _are_equal(ids: tuple[int, ...]) -> bool:
 
 def joined(groups: list[RolloutGroup]) -> RolloutGroup:
     """Joins groups of one rollout to one group. Its prompt is the common beginning of their
-    prompts; the rest of a prompt, such as the environment's first observation, becomes the
-    beginning of the rollout, as tokens that were not sampled."""
+    prompts; the rest of a prompt, such as a first observation, begins the rollout, unsampled."""
     whole = [group for group in groups if not group.rollouts[0].went_wrong]
     prompts = [list(group.prompt_token_ids) for group in whole] or [[]]
     shared = [ids[0] for ids in itertools.takewhile(_are_equal, zip(*prompts, strict=False))]

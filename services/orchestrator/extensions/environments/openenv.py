@@ -248,8 +248,7 @@ class _Offer:
 
 
 class _Servers:
-    """Chooses the server of each episode. A server that cannot be reached is skipped for `skip_s`
-    seconds."""
+    """Chooses the server of each episode. An unreachable one is skipped for `skip_s` seconds."""
 
     def __init__(self, urls: Sequence[str], skip_s: float) -> None:
         self.all = tuple(map(_Server, urls))

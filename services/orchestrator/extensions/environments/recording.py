@@ -114,8 +114,7 @@ def digest(request: str) -> str:
 
 
 def read_fields(message: Message) -> Message:
-    """Returns the message with only the fields that templates read, because a session keeps all its
-    messages in memory."""
+    """Returns the message with only the fields that templates read; sessions keep all messages."""
     return {name: value for name, value in message.items() if name in READ}
 
 
@@ -270,8 +269,7 @@ Part = tuple[Sequence[int], Rollout]
 
 
 def _parts(own: Sequence[Turn]) -> list[Part]:
-    """Returns the turns as parts. The first one is without the tokens before it, which belong to
-    the prompt."""
+    """Returns the turns as parts. The tokens before the first one belong to the prompt."""
     return [(turn.given if number else (), turn.rollout) for number, turn in enumerate(own)]
 
 
@@ -327,8 +325,7 @@ def _has_messages(turn: Turn, asked: TurnRequest, at: int) -> int | None:
 
 
 def _has_tokens(turn: Turn, asked: TurnRequest, at: int) -> int | None:
-    """Returns how many token ids the request shares with the turn, if it begins with all of the
-    turn's."""
+    """Returns how many token ids the turn has, if the request begins with all of them."""
     ours = (*turn.given, *turn.rollout.token_ids)
     assert asked.token_ids is not None
     end = at + len(ours)

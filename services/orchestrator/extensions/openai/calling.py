@@ -109,8 +109,8 @@ class Calls:
         return {model.id: model for models in served for model in models}
 
     async def _answers(self) -> AsyncGenerator[tuple[str, tuple[ServedModel, ...] | HoneError]]:
-        """Yields each sampler's URL with its models, or with the error why it serves none, as soon
-        as it answers."""
+        """Yields each sampler's URL with its models, or why it serves none, as soon as it
+        answers."""
         urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
         asked = [asyncio.create_task(self._models(url)) for url in urls]
         try:

@@ -400,8 +400,7 @@ def checkpoint_id(job_id: str, checkpoint: Checkpoint) -> str:
 
 
 def _check_file(field: str, name: str | None) -> None:
-    """Raises BadRequest for a misspelt file id: otherwise it would be taken for a dataset on the
-    Hub."""
+    """Raises BadRequest for a misspelt file id, else it would be taken for a dataset on the Hub."""
     if name is not None and name.startswith("file-") and not UPLOADED.fullmatch(name):
         raise BadRequest(
             f"'{field}': got {name!r:.80}; expected the id of an uploaded file, 'file-' and 24 "

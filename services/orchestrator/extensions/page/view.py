@@ -1,7 +1,6 @@
-"""The page for run folders without an orchestrator, with the orchestrator's read-only routes. It
-needs neither Redis nor services: `python -m services.orchestrator.extensions.page.view FOLDER...`,
-which `hone view` runs. Folders are read again when they change, so a run that continues is
-followed."""
+"""The page for run folders without an orchestrator, with its read-only routes. It needs neither
+Redis nor services: `python -m services.orchestrator.extensions.page.view FOLDER...`, which `hone
+view` runs. Folders are read again when they change."""
 
 from __future__ import annotations
 

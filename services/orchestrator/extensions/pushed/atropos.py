@@ -353,8 +353,7 @@ def _rollout(data: ScoredData, at: int, num_prompt: int) -> PushedRollout:
 
 
 def _asked(data: ScoredData) -> list[Message]:
-    """Returns the messages of the prompt: the common beginning of all conversations, without their
-    last messages."""
+    """Returns the prompt: the common beginning of all conversations before their last messages."""
     return _common([messages[:-1] for messages in data.messages or ((),)])
 
 
@@ -377,8 +376,7 @@ def _common(sequences: Sequence[Sequence[T]]) -> list[T]:
 
 
 def _check(data: ScoredData) -> None:
-    """Raises BadRequest for columns of different lengths, and for fields that Hone does not train
-    on."""
+    """Raises BadRequest for columns of different lengths, and for fields that are unsupported."""
     for name in UNSUPPORTED:
         if getattr(data, name) is not None:
             raise BadRequest(f"{name!r} is set; expected none: Hone does not train on it")

@@ -89,8 +89,7 @@ def model_of(job: Job) -> Model:
 
 
 def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
-    """Returns the group in the form in which the job trains on it. Raises BadRequest for the first
-    fault."""
+    """Returns the group as the job trains on it. Raises BadRequest for the first fault."""
     prompt = _prompt_ids(group, model)
     _check_ids("prompt_token_ids", prompt, model)
     for index, rollout in enumerate(group.rollouts):

@@ -264,8 +264,7 @@ class PushedGroups:
         return [await asyncio.to_thread(self._queue.group, number) for number in numbers]
 
     async def _after(self, num_here: int, asked: Round) -> tuple[list[int], bool]:
-        """Waits until the queue has more than `num_here` groups for the round, and returns them as
-        `take` does."""
+        """As `take`, once the queue has more than `num_here` groups for the round."""
         what = f"{num_here} of the {asked.count} that step {asked.step} needs are here"
         with self._waits.on("pushed groups", what):
             while True:

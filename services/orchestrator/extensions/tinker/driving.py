@@ -282,8 +282,7 @@ class OperationRunner:
         )
 
     async def _attempt(self, operation: ProgramOperation) -> OperationOutcome:
-        """Returns the operation's outcome, which may be an error that affects only the operation.
-        Raises other errors."""
+        """Returns the operation's outcome, or the error if it affects only this operation."""
         try:
             return await self._dispatch(operation)
         except (BadRequest, Failed, Conflict) as error:
@@ -379,8 +378,7 @@ class SampleOrders:
     )
 
     _num_failures: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """How often a sampler failed at an order that is not delivered; 0: only other errors
-    occurred."""
+    """How often a sampler failed at an order that is not delivered; 0: by other errors only."""
 
     @contextlib.contextmanager
     def running(self, job_id: str, services: Services) -> Generator[None]:

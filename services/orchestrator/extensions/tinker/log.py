@@ -65,8 +65,7 @@ SESSION = re.compile(r"[0-9]{1,12}|x[0-9a-f]{16}")
 digest."""
 
 SAMPLE = re.compile(rf"sample:((?:{SESSION.pattern})--?[0-9]{{1,20}})")
-"""The future of an order of samples, within its model: the session, and the order's number
-there."""
+"""The future of an order of samples: the session, and the order's number there."""
 
 MAX_OPERATIONS = 99_999_999
 """Greatest number of an operation: names of files have eight digits."""
@@ -116,8 +115,7 @@ KEPT_S = 3600.0
 """Seconds for which final operations and samples are kept."""
 
 MAX_END_BYTES = 1024
-"""More than the operation that ends a model takes on disk. It has no data, so larger files need not
-be read."""
+"""More bytes than the operation that ends a model has, so larger files need not be read."""
 
 
 class OperationLog:
@@ -149,8 +147,7 @@ class OperationLog:
         return True
 
     def refuse(self, number: int, digest: str, error: str) -> None:
-        """Records that the request with this number cannot be done, unless the number was
-        accepted."""
+        """Records that the request with this number is refused, unless it was accepted."""
         with contextlib.suppress(Conflict):
             self.accept(number, ProgramOperation(kind="refused", digest=digest))
             self.finish(number, OperationOutcome(error=error))

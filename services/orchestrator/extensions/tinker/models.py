@@ -156,8 +156,7 @@ class Models:
         }
 
     async def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the base model and the adapter that a new model must have to begin with a
-        checkpoint."""
+        """Returns the base model and adapter that a model must have to begin with a checkpoint."""
         record, _ = await self.saved(body.get("tinker_path"), "checkpoint")
         return {"base_model": record.job.model, **adapter_of(record.job)}
 
@@ -220,8 +219,7 @@ class Operations:
         return await self._numbered(body, digest, lambda _: requests.read_optim_step(body, digest))
 
     async def save(self, body: dict[str, Any], digest: str, kind: SavedKind) -> dict[str, Any]:
-        """Accepts a request to save weights, and returns the id of its future. Raises
-        BadRequest."""
+        """Accepts a request to save weights. Returns the id of its future. Raises BadRequest."""
 
         def read(_: Job) -> ProgramOperation:
             is_unnamed = kind == "snapshot" and body.get("path") is None
@@ -465,8 +463,7 @@ def _failed(error: str, *, user: bool) -> Response:
 
 
 class SamplingSessions:
-    """The sessions of samples. Each is stored in the run folder of the model that samples for
-    it."""
+    """Sessions of samples, each stored in the run folder of the model that samples for it."""
 
     def __init__(
         self, store: Store, models: Models, orders: SampleOrders, quota: PendingQuota
@@ -514,9 +511,9 @@ class SamplingSessions:
         self, body: dict[str, Any], document: dict[str, Any], rank: int
     ) -> JobRecord:
         """Returns a model whose samplers have the document's base model, and serve adapters of the
-        rank: one that the same program has created and not ended, or a new one. A model of another
-        program is not used, because that program may end it at any time, and its folder would
-        contain this program's prompts."""
+        rank: one that the same program has created and not ended, or a new one. Not a model of
+        another program, which may end it at any time, and its folder would contain this program's
+        prompts."""
         wanted, program = read_job(document), body["session_id"]
         for status in ("running", "queued", "paused"):
             listed = await self._store.list(

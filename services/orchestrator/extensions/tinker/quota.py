@@ -26,8 +26,7 @@ RETRY_AFTER_S = 2
 
 @dataclass
 class Pending:
-    """The pending operations and orders of one API key: the bytes of each, by run folder and
-    name."""
+    """The pending operations and orders of an API key: their bytes by run folder and name."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     sizes: dict[tuple[Path, str], int] = field(default_factory=dict[tuple[Path, str], int])
@@ -36,8 +35,7 @@ class Pending:
 
 
 class PendingQuota:
-    """Checks and counts pending operations. Methods wait for the disk, and for other threads of the
-    same key: call them in a thread."""
+    """Checks and counts pending operations. Call in a thread: the methods wait for the disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,8 +66,7 @@ class PendingQuota:
 
     @contextlib.contextmanager
     def _of(self, key: str, log: OperationLog) -> Generator[Pending]:
-        """Yields the key's pending operations, locked. Other keys do not wait for this one's
-        disk."""
+        """Yields the key's pending operations, locked. Other keys do not wait for its disk."""
         with self._lock:
             pending = self._pending.setdefault(key, Pending())
         with pending.lock:
@@ -82,8 +79,7 @@ class PendingQuota:
 
 
 def _count_again(pending: Pending) -> None:
-    """Removes finished operations from the count. Not done at every request of a full key, because
-    it reads thousands of files."""
+    """Removes finished operations from the count: not often, for it reads thousands of files."""
     now = time.monotonic()
     if now < pending.counted_at + RETRY_AFTER_S:
         return

@@ -393,8 +393,7 @@ MAX_TTL_S = 10 * 365 * 86400
 
 
 def read_ttl(body: Mapping[str, Any]) -> float | None:
-    """Returns for how many seconds saved weights are kept; None: without limit. Raises
-    BadRequest."""
+    """Returns how many seconds saved weights are kept; None: no limit. Raises BadRequest."""
     ttl = field(body, "ttl_seconds", (int, float))
     if ttl is not None and not 1 <= ttl <= MAX_TTL_S:
         raise BadRequest(
