@@ -211,7 +211,7 @@ class Worker:
             await self._report(episode.id, result)
         except (asyncio.CancelledError, TimeoutError):
             self.progress.lost += 1
-        except Exception as error:  # told and counted; another try may have more luck
+        except Exception as error:  # reported and counted; another try may succeed
             self.progress.lost += 1
             self._tell(f"an episode's result was not taken: {first_line(error)}")
             with contextlib.suppress(HoneError):  # the lease expires

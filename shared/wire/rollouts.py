@@ -329,9 +329,8 @@ class Span(Wire):
 
 class Branch(Wire):
     """Another row of the same rollout: what was sampled after other tokens than the rollout's own
-    row has, because its history was written anew. `because` says how. Its columns are as in
-    `Rollout`. No token is sampled in two rows: what another row has sampled stands in
-    `prompt_token_ids`."""
+    row has, because its history was rewritten. `because` says how. Its columns are as in `Rollout`.
+    No token is sampled in two rows: what another row has sampled stands in `prompt_token_ids`."""
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
@@ -378,7 +377,7 @@ class Rollout(Wire):
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
-    `branches` are its other rows, if its history was written anew on the way. `info` is the
+    `branches` are its other rows, if its history was rewritten on the way. `info` is the
     environment's: `reward` is its reward of the episode, and `turn_rewards` has what each answer
     earned of it, row by row, its own row last, None where that is nothing
     (services/orchestrator/grpo/advantages.py). A rollout that went wrong has `finish_reason`

@@ -3,9 +3,8 @@ tokens are the sampler's, and are never made again from text. Conversations with
 agents' sessions are both recorded here.
 
 A session's request whose messages begin with an earlier turn's messages and answer continues from
-that turn; so does one whose token ids begin with that turn's. Any other request begins anew, as a
-root; so does a turn whose history the sampler had to render anew. A row is the path from a root to
-a leaf:
+that turn; so does one whose token ids begin with that turn's. Any other request is a new root; so
+is a turn whose history the sampler had to render again. A row is the path from a root to a leaf:
 
     root   prompt | answer | given | answer      the newest leaf's row: the rollout
                        `--- given' | answer      its own answer is sampled here; before it, a prompt
