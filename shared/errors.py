@@ -36,7 +36,7 @@ CODES = {
     "not_found": "there is no such route or object",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
     "not_there": "a folder that the job names does not exist on the service's host",
-    "too_stale": "the weights that sampled the group are older than max_staleness allows; sample again",
+    "too_stale": "weights older than max_staleness allows sampled the group; sample again",
     "foreign": "a proxy or another program answered in place of the service, and refused",
     "gone": "a session that is closed, with its rollout",
     "context_length_exceeded": "a session has no room for another answer; the detail says why",
