@@ -59,7 +59,7 @@ def person(rng: random.Random) -> Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """A task for the model. A prompt is the `system` message and a question of `problem`."""
+    """What the model learns. A prompt is the `system` message and a question of `problem`."""
 
     name: str
     system: str
@@ -70,7 +70,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that the weights before training depend on, as JSON."""
+        """All that the weights before training depend on, as JSON has it."""
         return {"task": self.name, "system": self.system, "warmup": asdict(self.warmup)}
 
     def run_settings(self, seed: int) -> dict[str, Any]:

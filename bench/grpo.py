@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Turn:
-    """The measured steps of one side in one repeat."""
+    """The steps of one side that count."""
 
     steps: list[Step]
 

@@ -137,7 +137,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def over_http(client: Client, num_groups: int, num_tokens: int) -> tuple[int, float]:
-    """Returns the tokens and seconds of all groups, requested at once."""
+    """Returns the tokens and seconds of all groups, asked for at once."""
 
     async def group(number: int) -> RolloutGroup:
         prompt = TokenIds([*PROMPT, 4 + number % 8])
@@ -155,7 +155,7 @@ def sampling(num_tokens: int) -> Sampling:
 
 
 async def directly(side: Side, num_groups: int, num_tokens: int) -> tuple[int, float]:
-    """Returns the same for vLLM alone."""
+    """Returns the same of vLLM alone."""
     asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
     measured: dict[str, Any] = await asyncio.to_thread(side.ask, asked)
     return measured["tokens"], measured["seconds"]

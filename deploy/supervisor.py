@@ -341,8 +341,7 @@ class Supervisor:
 
     def _of_slot(self, slot: Slot) -> dict[str, str]:
         """Returns the variables of a trainer and its samplers. Each trainer has shared memory of
-        its own: it frees the memory of its last job, which another trainer may be running by
-        then."""
+        its own: it frees the memory of its last job, which another trainer may have by then."""
         settings, num = self._settings, self._settings.trainers
         variables = machine.variables([slot], self._url, self._services)
         variables["HONE_SHM_DIR"] = str(self._shm_of(slot))

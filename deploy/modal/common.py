@@ -221,7 +221,7 @@ PROCESS_GIB = 8
 """GiB of a process with torch and CUDA: a rank, or a sampler's worker."""
 
 MAX_GIB = 256
-"""The most GiB that are requested without a setting: a larger container has a whole machine."""
+"""The most GiB asked for without a setting: a container that needs more has a whole machine."""
 
 RANK_CORES, SAMPLER_CORES, WORKER_CORES = 4.0, 4.0, 1.0
 """Cores for a rank, whose optimizer may run on the CPU; for vLLM's server and its first worker; for

@@ -1,5 +1,5 @@
-"""`python -m deploy.modal.manage`: deploys, stops and shows the apps on Modal, and uploads data
-files. `hone modal` and `hone data` run it."""
+"""`python -m deploy.modal.manage`: deploys, stops and shows the apps on Modal, and puts data files
+there. `hone modal` and `hone data` run it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def main(settings: Settings) -> None:
             keep_events=settings.keep_events,
             max_key_jobs=settings.max_key_jobs,
         )
-    except ValueError as error:  # the URL is not shown, because it may contain a password
+    except ValueError as error:  # the URL is not shown: it may hold a password
         raise BadRequest(
             f"HONE_REDIS_URL is not the URL of a Redis: {error}; expected for example "
             "redis://127.0.0.1:6379/0"

@@ -1,5 +1,5 @@
-"""NVIDIA's cards and their driver, as the kernel shows them; and the rule that the CPU computes
-only if no card is visible."""
+"""NVIDIA's cards and their driver, as the kernel shows them, and the rule: the CPU computes only
+where no card is seen."""
 
 from __future__ import annotations
 

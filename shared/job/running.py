@@ -172,8 +172,8 @@ class StopSpec(Section):
     max_cost: float | None = Field(default=None, gt=0)
     """Pauses the job once it has cost so much: the metric `total/cost`, which is `total/hours`
     times the price of an hour (HONE_PRICE_PER_HOUR, or the price of HONE_GPUS), in its currency.
-    The step under way is finished and has a checkpoint. The job pauses and does not end, so that
-    you can decide to spend more: `hone resume JOB --set stop.max_cost=...`. None: no bound."""
+    The step under way is finished and has a checkpoint. The job pauses and does not end, so that a
+    person can decide to spend more: `hone resume JOB --set stop.max_cost=...`. None: no bound."""
 
 
 class RolloutsSpec(Section):

@@ -179,7 +179,7 @@ class Experts:
 
     @property
     def active_share(self) -> float:
-        """The share of the experts' weights that one token uses."""
+        """The share of the experts' weights that a token goes through."""
         return self.per_token / self.num
 
     def touched_share(self, tokens: int) -> float:

@@ -364,9 +364,9 @@ class FindingList(Listing[Finding]):
 
 
 class Experiment(Wire):
-    """A comparison with one sampler. `agrees` None: the comparison was not possible, and `detail`
-    says why. `difference` is the mean absolute difference of log-probs in nats, and `allowed` the
-    largest difference that rounding explains."""
+    """A comparison with one sampler. `agrees` None: it could not be made, and `detail` says why.
+    `difference` is the mean absolute difference of log-probs in nats, and `allowed` what rounding
+    may come to."""
 
     name: str
     sampler: str
@@ -378,7 +378,7 @@ class Experiment(Wire):
 
 class ExperimentReport(Listing[Experiment]):
     """Experiments with each sampler that serves the job, by its weights of `version`, and the
-    possible `causes` that remain; empty: the experiments do not narrow them down."""
+    `causes` that they leave; none: they do not tell."""
 
     job_id: JobId
     version: int

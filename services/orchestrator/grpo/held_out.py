@@ -317,8 +317,8 @@ class Scores(Wire):
 
 @dataclass
 class Comparison:
-    """The comparison in one attempt at the job. `tell` is called with a line of progress. Call
-    `begin` first, and then `evaluate` with `next` until that is None."""
+    """The comparison in one attempt at the job. `tell` is called with a line that says what the
+    comparison does. Call `begin` first; then `evaluate` what is `next`, until that is None."""
 
     job: Job
     sets: Sequence[HeldOut]

@@ -119,7 +119,7 @@ SHOWN_DIFFERENCES = 3
 
 
 class Proof(Wire):
-    """The newest version that was synced, and the trainer's log-probs of its canary."""
+    """The newest version that was synced, and what the trainer's weights give its canary."""
 
     version: int
     digest: str
@@ -353,8 +353,8 @@ class RunFolder:
         )
 
     def append_sync(self, row: dict[str, Any], published: AnyWeights | None = None) -> None:
-        """Adds a row on how a version reached the samplers to `weights.jsonl`, and replaces
-        `canary.json` if the version has a canary. No run depends on either."""
+        """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
+        by its proof, if it has a canary. No run depends on either."""
         self._append(SYNCS, _row(row))
         if published and published.canary:
             version, digest = published.version, published.digest

@@ -35,7 +35,7 @@ PAUSED = (
 )
 """Why a job with a rebuilt record is paused."""
 
-TOO_OLD = "has ended, and only the HONE_KEEP_JOBS jobs that ended last are kept"
+TOO_OLD = "ended before the newest ended jobs, of which HONE_KEEP_JOBS are kept"
 
 
 async def identify(connection: Connection) -> str:

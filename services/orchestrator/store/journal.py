@@ -46,7 +46,7 @@ class Journal:
             )
 
     async def stalled(self, message: str, stalls: bool) -> None:
-        """Reports that the run stalls, or that it continues."""
+        """Reports that the run stalls, or continues again."""
         await (self.warn(message) if stalls else self.log(message))
 
     async def loaded(self, state: TrainerState, furthest: int) -> None:

@@ -3,7 +3,7 @@ their folder, and DeepSpeed's extensions, compiled once. It imports no torch.
 
 When a rank dies, torchrun ends all ranks of this node. The launcher reports which rank died and
 why, and starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load
-the previous job automatically, from its newest checkpoint.
+the previous job by themselves, from its newest checkpoint.
 """
 
 from __future__ import annotations

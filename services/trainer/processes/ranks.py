@@ -129,8 +129,8 @@ def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> 
 
 
 def has_gpu() -> bool:
-    """Returns whether the ranks compute on GPUs. Raises Failed if there are GPUs that torch cannot
-    use."""
+    """Returns whether the ranks compute on GPUs. Raises Failed where there are some that torch
+    cannot use."""
     if torch.cuda.is_available():
         return True
     if num := nvidia.num_seen():

@@ -215,8 +215,8 @@ def _not_served(name: str, served: Iterable[str]) -> NotFound:
 
 
 async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) -> httpx.Response:
-    """Returns the sampler's answer. If the client disconnects before, the request is cancelled, so
-    that no sampling is wasted."""
+    """Returns the sampler's answer. If the client goes away before, the request is ended, so that
+    no sampling is wasted."""
     asking = asyncio.create_task(asked)
     try:
         await wait_until_any(asking, client_gone(request))

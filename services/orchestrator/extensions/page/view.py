@@ -140,8 +140,8 @@ def run_folders(given: Iterable[Path]) -> list[Path]:
 
 
 def _record(run: FoundRun, job: Job) -> JobRecord:
-    """Returns the record, with the last status in the folder: it does not show whether a job that
-    has not ended still runs."""
+    """Returns the record, with the status that the folder noted last: no one knows whether a job
+    that has not ended still runs."""
     note = RunFolder(run.path).note()
     written = max(_modified(run.path / name) for name in CHANGING)
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written))

@@ -275,5 +275,5 @@ class PushedGroups:
 
 
 def pushed_groups(run: Path, waits: PendingCalls) -> PushedGroups:
-    """Returns the source of the groups that are pushed to the run folder `run`."""
+    """Returns the groups that were pushed to the run folder `run`."""
     return PushedGroups(PushedQueue(run), waits)

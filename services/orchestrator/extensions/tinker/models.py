@@ -117,7 +117,7 @@ class Models:
         return {"request_id": future_of(record.id, 0), "model_id": record.id}
 
     async def submitted(self, job: Job, key: str) -> JobRecord:
-        """Returns the job's record. The same key of the same API key gets the same job."""
+        """Returns the job's record. The same key is the same job, of the caller's API key."""
         key = scope_key(key)
         record = await complete_submission(self._store, job, key)
         if record is None:
