@@ -81,7 +81,7 @@ class Task:
         }
 
     def run_settings(self, seed: int) -> dict[str, Any]:
-        """Returns all that a training run depends on beside the side."""
+        """Returns everything that a training run depends on, except the side."""
         recipe = asdict(replace(self.recipe, seed=seed))
         return self.settings | {"steps": self.steps, "recipe": recipe}
 
@@ -147,7 +147,7 @@ TASKS = {
                 max_tokens=8,
                 learning_rate=1e-5,
                 reward="sums",
-                rows=32,  # TRL's process takes 8 GiB with all 64
+                rows=32,  # with all 64 TRL's process takes 8 GiB
             ),
             steps=20,
             warmup=Warmup(steps=10, batch=16, learning_rate=1e-5),

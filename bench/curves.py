@@ -12,7 +12,8 @@ without warm-up, one optimizer step per batch, gradients of norm 1 at most, and 
 checkpointing. The reward is one Python function (`curve_rewards.py`), which Hone calls in its
 sandbox. Hone is a job on the stack that `hone up` starts, with `max_staleness` 0; TRL is a process
 that samples with transformers, or with vLLM colocated (`--sides trl-vllm`). They draw other random
-numbers, so curves agree in distribution only, and three seeds, each with other rows, say how far.
+numbers, so curves agree only in distribution, and three seeds, each with other rows, show how
+closely.
 
 A curve is the mean reward of each step's rollouts. Held-out reward is measured for all sides by one
 program: transformers decodes 64 problems that no training row contains, greedily, before and after
@@ -81,7 +82,7 @@ SIDES = {"hone": HONE, "trl": "TRL", "trl-vllm": "TRL with vLLM"}
 COLORS = {"hone": "#1f5fa8", "trl": "#c2410c", "trl-vllm": "#4d7c0f"}
 
 MIN_DIFFERENCE = 0.05
-"""A difference of rewards that is no disagreement, however little the seeds differ."""
+"""A difference of rewards that never counts as a disagreement, however little the seeds differ."""
 
 LEAST_GAIN = 0.1
 LEAST_RATIO = 1.5
@@ -139,7 +140,7 @@ class Curve:
 
 
 Curves = dict[str, list[Curve]]
-"""By side, in the order of the seeds."""
+"""The curves of each side, in the order of the seeds."""
 
 
 def main() -> int:
@@ -154,7 +155,7 @@ def main() -> int:
     parser.add_argument("--overlap", action="store_true", help="measure sampling a step ahead")
     parser.add_argument("--turn-steps", type=count, default=3, help="that count (default: 3)")
     args = parser.parse_args()
-    exit_on_signals(signal.SIGTERM)  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # so that the stack is stopped too
     tasks = [TASKS[name] for name in args.tasks]
     if args.steps:
         tasks = [replace(task, steps=args.steps) for task in tasks]
@@ -185,7 +186,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 class Results:
-    """The folder of finished runs, a file each, and the weights that they start from."""
+    """The folder of finished runs, one file each, with the weights from which they start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -195,7 +196,8 @@ class Results:
         return (self._folder / "models" / task.name).resolve()
 
     def prepare(self, task: Task) -> None:
-        """Makes the weights that all sides start from, and measures them, unless that is done."""
+        """Makes the weights from which all sides start, and measures them, unless the results have
+        them."""
         if self.start(task):
             return
         model = self.model(task)
@@ -248,8 +250,8 @@ class Results:
         self._write(f"{task.name}-times", times_settings(task), document)
 
     def _read(self, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns what is stored under the name, or None. Raises ValueError if it was measured with
-        other settings."""
+        """Returns the result that is stored under the name, or None. Raises ValueError if it was
+        measured with other settings."""
         path = self._folder / f"{name}.json"
         if not path.exists():
             return None
@@ -273,7 +275,7 @@ def log(line: str) -> None:
 
 
 def held_out(task: Task, model: Path) -> HeldOut:
-    """Returns how well the weights in the folder answer the held-out problems."""
+    """Returns the held-out result of the weights in the folder."""
     rows = task.held_out()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "held_out.jsonl")
@@ -291,7 +293,7 @@ def held_out(task: Task, model: Path) -> HeldOut:
 
 
 def train_missing(results: Results, side: str, runs: Sequence[tuple[Task, int]]) -> None:
-    """Trains what is not among the results yet."""
+    """Trains the runs that are missing from the results."""
     left = [(task, seed) for task, seed in runs if results.curve(task, side, seed) is None]
     if not left:
         return
@@ -370,12 +372,12 @@ def times_recipe(task: Task) -> Recipe:
 
 
 def times_settings(task: Task) -> dict[str, Any]:
-    """Returns all that the time of a step depends on."""
+    """Returns everything that the time of a step depends on."""
     return task.settings | {"recipe": asdict(times_recipe(task))}
 
 
 def write_side(folder: Path, model: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes what a side trains with."""
+    """Writes the files with which a side trains."""
     folder.mkdir(exist_ok=True)
     (folder / "model").symlink_to(model)
     (folder / "reward.py").write_text(Path(curve_rewards.__file__).read_text())
@@ -386,7 +388,7 @@ def write_side(folder: Path, model: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def report(results: Results, tasks: Sequence[Task], seeds: Sequence[int], picture: Path) -> int:
-    """Draws and prints the figures of all that is among the results; returns the exit status."""
+    """Draws and prints the figures of all results; returns the exit status."""
     figures: list[Figure] = []
     facts: dict[str, Any] = {"seeds": [*seeds], "tasks": {}}
     drawn: dict[str, tuple[float, Curves]] = {}
@@ -461,7 +463,7 @@ def compare(task: str, before: float, curves: Curves) -> list[Figure]:
 
 
 def least_gain(name: str, curves: Sequence[Curve]) -> Figure:
-    """Returns what the seed that gained least gained: a median would hide a seed that unlearned."""
+    """Returns the gain of the seed that gained least: a median would hide a seed that unlearned."""
     gains = [curve.last_quarter - curve.first_quarter for curve in curves]
     return Figure(name, min(gains), "", LEAST_GAIN, "min", (min(gains), max(gains)))
 

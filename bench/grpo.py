@@ -26,7 +26,7 @@ from shared.wire import JobRecord
 
 HONE, AHEAD = "Hone", "Hone, a step ahead"
 GENERATIONS = {"TRL": "transformers", "TRL with vLLM": "vllm"}
-"""TRL's sides, and what samples there."""
+"""TRL's sides, with the engine that samples."""
 
 STAGES = ("generate", "reward", "train", "sync")
 
@@ -65,7 +65,7 @@ class Turn:
 
 
 Turns = dict[str, list[Turn]]
-"""By side, in the order of the repeats."""
+"""The turns of each side, in the order of the repeats."""
 
 
 def take_turns(
@@ -77,9 +77,8 @@ def take_turns(
     *,
     samplers: int,
 ) -> tuple[Turns, dict[str, str]]:
-    """Returns each side's turns, and why a side of TRL's could not run; which one is first changes
-    from one repeat to the next. `staleness`: Hone's sides, and the `max_staleness` of their
-    jobs."""
+    """Returns each side's turns, and why a side of TRL's could not run. The order changes from one
+    repeat to the next. `staleness`: Hone's sides, and the `max_staleness` of their jobs."""
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as stacks:
         starting = {
@@ -124,7 +123,7 @@ def better_trl(turns: Turns) -> list[float]:
 
 
 def breakdown(turns: Turns) -> str:
-    """Returns the table of where the time goes. TRL's training is all that no other stage is."""
+    """Returns the table of seconds per stage. TRL's training is the rest of its step."""
     header = ("step", *STAGES, "keep", "store", "record")
     found = {side: stage_medians(of_side, header[1:]) for side, of_side in turns.items()}
     rows = [
@@ -146,7 +145,7 @@ def stage_medians(turns: Sequence[Turn], stages: Sequence[str] = STAGES) -> dict
 
 @dataclass(frozen=True)
 class HoneSide:
-    """A running stack, which trains a job for each turn."""
+    """A running stack that trains a job for each turn."""
 
     client: hone.Client
     folder: Path
@@ -230,7 +229,7 @@ def finished(client: hone.Client, job_id: str) -> JobRecord:
 
 @contextlib.contextmanager
 def stack(folder: Path, *, samplers: int, **variables: str) -> Generator[hone.Client]:
-    """The stack that `hone up` starts, on free ports, with further `variables`."""
+    """Yields a client of a stack that `hone up` starts on free ports, with further `variables`."""
     os.environ |= on_free_ports(samplers=samplers) | {
         "HONE_ROLLOUT_REPLICAS": str(samplers),
         "HONE_RUNS_DIR": str(folder / "runs"),
@@ -251,7 +250,7 @@ def stack(folder: Path, *, samplers: int, **variables: str) -> Generator[hone.Cl
 
 @dataclass(frozen=True)
 class TrlSide:
-    """A process of TRL's, which says that it is ready, and then waits between its turns."""
+    """A process of TRL, which reports that it is ready, and waits between turns."""
 
     side: Side
 

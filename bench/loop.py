@@ -7,7 +7,7 @@
 A figure is samples per second over whole steps: sampling, grading, the update, and the new weights
 where the next step samples. Hone is a job on the stack that `hone up` starts, with two samplers: on
 two cores they sample faster than one with two threads. It writes each group and batch to disk
-before it trains on them and verifies weights by digest and canary. TRL is one process that keeps
+before it trains on them and verifies weights by digest and canary. TRL is one process that stores
 nothing. It runs twice: with the generation of transformers, and with vLLM colocated
 (`vllm_mode="colocate"`), the same wheel that Hone has.
 
@@ -73,10 +73,10 @@ def reward(completions, **_):
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Recipe):
-    """A model of Qwen2's shape and the steps that it is trained by. Every prompt has the same
-    length, and every completion `max_tokens`: the token that would end it is beyond the
-    vocabulary. All prompts begin with the same `worked` tokens of examples, before a question of
-    `question`; without, a prompt is a sum."""
+    """A model of Qwen2's shape, and the steps of its training. Every prompt has the same length,
+    and every completion `max_tokens`: the token that would end it is beyond the vocabulary. All
+    prompts begin with the same `worked` tokens of examples, before a question of `question`;
+    without, a prompt is a sum."""
 
     num_layers: int
     hidden_size: int
@@ -86,7 +86,7 @@ class Task(Recipe):
 
     @property
     def longest(self) -> int:
-        """Tokens that the model takes."""
+        """The tokens of a prompt with its completion."""
         return 512 if not self.worked else self.worked + self.question + self.max_tokens + 8
 
 
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--models", type=names(TASKS), default=models, help="default: 0.6M,40M")
     parser.add_argument("--steps", type=count, default=4, help="that count, in a turn (default: 4)")
     args = parser.parse_args()
-    exit_on_signals(signal.SIGTERM)  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # so that the stack is stopped too
     figures: list[Figure] = []
     facts: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats}
     facts |= {"tasks": {}, "turns": {}, "missing": {}}

@@ -3,7 +3,7 @@ backward passes of the model with its own loss, and torch's AdamW.
 
     python -m bench.plain_side FOLDER float32|bfloat16 512 '{"groups": 24, ...}'
 
-prints one JSON object: the seconds of a step in micro-batches of so many tokens, and the tokens
+prints one JSON object: the seconds of a step in micro-batches of that many tokens, and the tokens
 that went through the model.
 """
 
@@ -23,8 +23,8 @@ from bench.trainer_side import Task, make_examples
 
 
 def measure(folder: str, dtype: str, row_tokens: int, step: Task) -> dict[str, Any]:
-    """Returns what the second whole step took. All sequences of a step have the same length, so
-    nothing is padded."""
+    """Returns the measurements of the second whole step. All sequences of a step have the same
+    length, so nothing is padded."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )

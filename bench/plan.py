@@ -1,4 +1,4 @@
-"""What `hone plan` says of the trainer's memory beside what the trainer takes.
+"""Compares the trainer's memory as planned by `hone plan` with the measured memory.
 
     python -m bench.plan [--quick] [--real | --only LoRA]
 
@@ -6,8 +6,8 @@ One figure is a ratio, planned to measured, of one job: the peak of a rank of th
 process of its own, above what it held before the model was loaded (the interpreter, torch and
 DeepSpeed). The rank does two updates: one of a few short sequences, from which on there are Adam's
 moments, and a whole one. It runs on this machine's CPU, so the peak is the process's largest
-resident size. What the numbers say of a GPU follows as far as the same tensors are there. The goal
-of each is 0.8 to 1.2.
+resident size. The numbers hold for a GPU as far as it has the same tensors. The goal of each is 0.8
+to 1.2.
 
 Without `--real` the model is a random one of Qwen2.5's shape (39 million parameters, vocabulary
 32,000), and the last update has two micro-batches that are full to the last token. With it the
@@ -42,7 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"rank": 16}},
     "LoRA without gradient checkpointing": {"lora": {"rank": 16}, "memory": PLAIN},
 }
-"""What each changes of a job with ZeRO-2 in float32. In small micro-batches the update decides."""
+"""The changes of each case to a job with ZeRO-2 in float32. With few tokens the update is the
+peak."""
 
 STEPS: dict[str, dict[str, int]] = {
     "24 x 8 x 8": {"groups": 24, "group_size": 8, "prompt": 37, "completion": 8},
@@ -60,7 +61,7 @@ REAL: dict[str, dict[str, Any]] = {
     if checkpoints or (size, dtype) != ("8 x 8 x 128", "float32")
 }
 """Jobs of SmolLM2-135M-Instruct: groups x completions x tokens of each, after prompts of 37. The
-one left out takes 14 GiB, which a laptop has not free."""
+combination that is left out takes 14 GiB, more than a laptop has free."""
 LIMIT_S = 1200.0
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
@@ -98,8 +99,7 @@ def main() -> int:
 
 
 def figures_of(name: str, found: dict[str, Any]) -> list[Figure]:
-    """Returns the ratio of a job, once with the goal that it reaches and once with that it does not
-    exceed."""
+    """Returns the ratio of a job twice: with its lower and with its upper goal."""
     ratio = found["planned_mib"] / found["measured_mib"]
     return [
         Figure(f"{name}: planned to measured, at least", ratio, "x", 0.8, "min"),
@@ -108,8 +108,8 @@ def figures_of(name: str, found: dict[str, Any]) -> list[Figure]:
 
 
 def rows(results: dict[str, dict[str, Any]]) -> str:
-    """Returns the table of what was planned, part by part, and what was measured at which
-    moment."""
+    """Returns the table of the planned memory, part by part, and of the measured memory at several
+    moments."""
     cells = [
         (
             name,

@@ -2,8 +2,8 @@
 
     python -m bench.plan_side FOLDER '{"memory": {"zero_stage": 0}}'
 
-prints one JSON object: its peak above what it held before the model was loaded, the seconds of its
-last step, and what the plan says.
+prints one JSON object: its peak memory above the memory before the model was loaded, the seconds of
+its last step, and the plan.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_model(folder: Path) -> None:
 
 
 def make_job(folder: Path, case: dict[str, Any], step: Task) -> Job:
-    """Returns the job whose sections `case` has, of float32 unless it says another dtype."""
+    """Returns the job with the sections of `case`, in float32 unless these set another dtype."""
     return parse_job(
         {
             "name": "bench",
@@ -93,8 +93,8 @@ def make_job(folder: Path, case: dict[str, Any], step: Task) -> Job:
 
 
 def measure(job: Job, store: Path, step: Task, *, as_set: bool, repeats: int = 0) -> dict[str, Any]:
-    """Returns the memory of a rank that is alone, and the seconds of its last step, after
-    `repeats` others. The first step, of one group with short completions, makes Adam's moments."""
+    """Returns the memory of a single rank, and the seconds of its last step, after `repeats`
+    others. The first step, of one group with short completions, makes Adam's moments."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool, repeats: int = 0
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
     quiet_libraries()
     if not as_set:
-        update.host_memory_bytes = lambda: 0  # as where memory is short
+        update.host_memory_bytes = lambda: 0  # as where memory is scarce
     model = find_model(job.model)
     step = replace(step, vocab_size=model.vocabulary)
     first = tuple(make_examples(replace(step, num_prompts=1, completion=8)))

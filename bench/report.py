@@ -1,5 +1,5 @@
-"""What every bench takes and prints: the options, the order of its sides, a table for people, and
-as its last line one JSON object for programs.
+"""The options and the output of every benchmark: the order of its sides, a table for people, and as
+its last line one JSON object for programs.
 
 A `Figure` with a goal decides `ok`; one without is only shown. All figures are measured before any
 is compared, so a run prints all of them; the exit status says whether every goal was met.
@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `goal` is what it should be at least ("min") or at most ("max").
-    `spread`: the lowest and the highest of the repeats that `value` is the median of."""
+    """One measured number. `goal` is its least ("min") or greatest ("max") wanted value. `spread`:
+    the lowest and the highest of the repeats that `value` is the median of."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """What the table's last column says: the goal, and whether it was met."""
+        """The table's last column: the goal, and whether it was met."""
         if self.goal is None:
             return ""
         bound = "at least" if self.bound == "min" else "at most"
@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def range(self) -> str:
-        """What the table says of the repeats."""
+        """The table's column for the repeats: the lowest and the highest value."""
         return "" if self.spread is None else f"{self.spread[0]:.4g} to {self.spread[1]:.4g}"
 
 
@@ -61,7 +61,7 @@ def repeated(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Returns one side to the other, repeat by repeat."""
+    """Returns the ratios of one side to the other, repeat by repeat."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
@@ -102,8 +102,8 @@ def options(
 
 
 def count(text: str) -> int:
-    """Returns an option's value that counts something. Raises ArgumentTypeError below 1: the median
-    of no repeat is no figure."""
+    """Returns an option's value that is a count. Raises ArgumentTypeError below 1: no repeats have
+    no median."""
     try:
         number = int(text)
     except ValueError:
@@ -114,7 +114,7 @@ def count(text: str) -> int:
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Returns the type of an option that takes some of the names, with commas between them."""
+    """Returns the type of an option whose value is a comma-separated list of some of the names."""
 
     def parse(text: str) -> list[str]:
         found = text.split(",")
@@ -126,8 +126,8 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def in_turns(sides: Iterable[str], repeats: int) -> Iterator[str]:
-    """Yields every side once per repeat; each repeat begins with another one, so that what the
-    machine does meanwhile is shared by all."""
+    """Yields every side once per repeat; each repeat begins with another one, so that other work on
+    the machine affects all sides alike."""
     order = [*sides]
     for _ in range(repeats):
         yield from order
@@ -138,7 +138,7 @@ def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:
     """Prints the figures as a table and then, as the last line, one JSON object; returns the exit
     status, 0 if all goals are met.
 
-    `facts` (what was given to whom, repeats, sizes) go into the object beside the figures and the
+    `facts` (settings of the sides, repeats, sizes) go into the object beside the figures and the
     machine.
     """
     print(

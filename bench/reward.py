@@ -9,20 +9,20 @@
                   JSON: no isolation either
     bare, print   the same, which only prints them: without the import of `json`, about half of a
                   bare process's time; no goal
-    bubblewrap    `bwrap --unshare-all` around that process, the isolation that people would
-                  otherwise reach for
+    bubblewrap    `bwrap --unshare-all` around that process, the isolation that one would otherwise
+                  use
 
 Each way runs the same program with the same tests and gives the same values back, at 1, 2 and 8
 programs at once. Rates are medians over the rounds, and a ratio is the median of the rounds' own
 ratios: a busy machine slows both sides. The CPU time of a program is the sum over all processes,
-this one included, and depends less than a rate on what else runs.
-`imports` is a program with the twenty imports that solutions of programming problems begin with,
-which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,
-against the same programs given to a sandbox here. The pairs of `tests/data/answer_pairs.jsonl` are
-right or wrong by construction; the two error rates say how many `math` takes for the other. The
-last figures are what hostile completions do to others: a group of 16 hostile completions, which
-return what costs most to judge or are fences and nothing else, and 4 honest ones is graded over
-HTTP while `/healthz` is asked again and again.
+this one included, and depends less than a rate on what else runs. `imports` is a program with the
+twenty imports that solutions of programming problems begin with, which the sandbox has made
+already. `/score` is 512 completions over HTTP to a service of its own, against the same programs
+given to a sandbox here. The pairs of `tests/data/answer_pairs.jsonl` are right or wrong by
+construction; the two error rates say how many `math` takes for the other. The last figures are the
+effect of hostile completions on others: a group of 16 hostile completions, which return what costs
+most to judge or are fences and nothing else, and 4 honest ones is graded over HTTP while `/healthz`
+is requested repeatedly.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ HOSTILE = {
 }
 
 Run = Callable[[], Awaitable[None]]
-"""Runs the program once, and raises AssertionError if it gave other values."""
+"""Runs the program once, and raises AssertionError if it returned other values."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Measurement:
     per_s: float
     latencies_s: list[float]
     cpu_s: float
-    """Of one program, in all processes."""
+    """The CPU seconds of one program, in all processes."""
 
 
 class ForkAlone(Slot):
@@ -143,7 +143,7 @@ async def main() -> int:
 async def short_program(
     sandbox: LocalSandbox, forks: asyncio.Queue[ForkAlone], rounds: int, seconds: float
 ) -> list[Figure]:
-    """Returns rates, latencies and ratios of every way at every number at once."""
+    """Returns rates, latencies and ratios of every way, for each number of programs at once."""
     ways: dict[str, Run] = {
         "sandbox": in_sandbox(sandbox, CODE),
         "fork alone": in_fork(forks),
@@ -177,7 +177,7 @@ async def short_program(
 
 
 async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> list[Figure]:
-    """Returns how a program that uses twenty modules compares to the same one in bubblewrap."""
+    """Returns a comparison of a program that uses twenty modules with itself in bubblewrap."""
     if not shutil.which("bwrap"):
         print("no bwrap here (apt-get install bubblewrap): bubblewrap's columns are left out\n")
         return []
@@ -213,7 +213,7 @@ async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
 
 
 async def answer_errors(sandbox: LocalSandbox) -> list[Figure]:
-    """Returns how many wrong answers `math` takes for right ones, and the other way round."""
+    """Returns how many wrong answers `math` accepts, and how many right ones it rejects."""
     settings = Settings()
     tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
     graders.load()
@@ -245,7 +245,7 @@ async def running_service(num_slots: int) -> AsyncGenerator[tuple[Client, str]]:
         [sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL
     )
     try:
-        async with Client("reward", url, patience_s=600.0) as client:  # it starts
+        async with Client("reward", url, patience_s=600.0) as client:  # the service starts
             yield client, url
     finally:
         service.terminate()
@@ -253,7 +253,7 @@ async def running_service(num_slots: int) -> AsyncGenerator[tuple[Client, str]]:
 
 
 async def stalls() -> list[Figure]:
-    """Returns the longest that `/healthz` took, and that honest completions waited."""
+    """Returns the longest answer time of `/healthz`, and the longest wait of honest completions."""
     answers_s: list[float] = []
     waits_s: list[float] = []
     async with running_service(num_slots=4) as (client, url):
@@ -326,7 +326,7 @@ async def run_once(sandbox: LocalSandbox, number: int) -> float:
 
 
 def program(number: int, index: int) -> str:
-    """Returns one that no round has had: verdicts on the same one are cached."""
+    """Returns a program that is new in each round, because verdicts are cached by program."""
     return f"# round {number}\n{CODE}\n{TESTS} + [{index}]"
 
 
@@ -362,7 +362,7 @@ def cpu_s() -> float:
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = stat.read_text().rpartition(")")[2].split()
             parents[int(stat.parent.name)] = int(fields[1])
             ticks[int(stat.parent.name)] = sum(map(int, fields[11:15]))

@@ -1,8 +1,6 @@
-"""The same warm parent as a sandbox slot has, which only forks: no isolation, no limits. What a
-sandbox can hardly beat.
-
-It talks as a slot does (`services/reward/sandbox/inside/child.py`), so that both are driven by the
-same code.
+"""The same warm parent as a sandbox slot has, which only forks: no isolation, no limits. A sandbox
+can hardly be faster. It speaks a slot's protocol (`services/reward/sandbox/inside/child.py`), so
+that both are driven by the same code.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ FIRST_TOKEN = 4
 """Those below it are special in the random model's vocabulary."""
 
 LEAST_TOKENS = 4096
-"""So many are sampled for each measurement, in as many rounds as that takes."""
+"""The least number of tokens that are sampled for each measurement, in as many rounds as needed."""
 
 MOST_BYTES = 9.0
 
@@ -147,7 +147,7 @@ async def compare(
     num_tokens: int,
     repeats: int,
 ) -> dict[str, list[Measurement]]:
-    """Returns what was measured of both, by name, once per repeat."""
+    """Returns the measurements of both sides, by name, one per repeat."""
     ways = {
         "/generate": lambda: over_http(client, prompts.take(num_groups), num_tokens),
         "vLLM": lambda: directly(side, prompts.take(num_groups), num_tokens),

@@ -1,5 +1,5 @@
-"""The sides of a bench: each in a process of its own, which says what it measured as JSON, a line
-for each thing; the services that a bench serves on free ports; and the random models."""
+"""The sides of a benchmark: each in a process of its own, which prints its measurements as lines of
+JSON; the services that a benchmark serves on free ports; and the random models."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BEGINNINGS = ('{"', '["', '"')
 
 @dataclass(frozen=True)
 class Side:
-    """A running side. `log` has its stderr, which is this process's without."""
+    """A running side. `log` has its stderr; None: it goes to this process's stderr."""
 
     process: subprocess.Popen[str]
     log: Path | None
 
     def told(self) -> Any:
-        """Returns what the side says next; vLLM may print other lines. Raises RuntimeError at its
-        end, with the last line of its log."""
+        """Returns the side's next line of JSON; vLLM may print other lines. Raises RuntimeError if
+        the side has ended, with the last line of its log."""
         assert self.process.stdout
         for line in iter(self.process.stdout.readline, ""):
             if line.startswith(BEGINNINGS):
@@ -38,14 +38,14 @@ class Side:
         raise RuntimeError(self.last_line() or f"it ended with {self.process.wait()}")
 
     def ask(self, question: Any) -> Any:
-        """Writes a line of JSON to the side's stdin; returns what it says next."""
+        """Writes a line of JSON to the side's stdin; returns its next line of JSON."""
         assert self.process.stdin
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return self.told()
 
     def finish(self) -> None:
-        """Closes its stdin and waits for its end. Raises RuntimeError if it fails."""
+        """Closes the side's stdin and waits for its end. Raises RuntimeError if it fails."""
         assert self.process.stdin
         self.process.stdin.close()
         if code := self.process.wait():
@@ -60,7 +60,7 @@ class Side:
 def running(
     module: str, *arguments: str, log: Path | None = None, env: dict[str, str] | None = None
 ) -> Generator[Side]:
-    """A side, which is terminated at the end."""
+    """Yields a running side, which is terminated at the end of the block."""
     with contextlib.ExitStack() as files:
         process = subprocess.Popen(
             command(module, *arguments),
@@ -79,7 +79,7 @@ def running(
 
 
 def run(module: str, *arguments: str, limit_s: float) -> dict[str, Any]:
-    """Returns what a side says last. Raises RuntimeError if it fails."""
+    """Returns a side's last line of JSON. Raises RuntimeError if it fails."""
     line = command(module, *arguments)
     done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s)
     if done.returncode != 0:
@@ -113,7 +113,7 @@ async def _serve(server: uvicorn.Server) -> None:
 
 
 def quiet() -> None:
-    """Errors are logged, and nothing else."""
+    """Limits logs to errors."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
 
 

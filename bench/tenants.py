@@ -38,14 +38,14 @@ from deploy.machine import exit_on_signals
 MOST_TIME = 0.7
 MOST_TURN = 0.02
 BATCH_COST = 0.2
-"""What the sampler of the GPU's shape takes longer for each further job: decoding is bound by
+"""The share by which a GPU's sampler takes longer for each further job: decoding is bound by
 memory, so a larger batch costs little."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One way to run the jobs: `steps_per_s` of all together, `whole_s` from the first submission
-    to the last end, and of each step its `rows`."""
+    """A run of the jobs in one way: `steps_per_s` of all together, `whole_s` from the first
+    submission to the last end, and the `rows` of each step."""
 
     steps_per_s: float
     whole_s: float
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=count, default=3, help="default: 3")
     parser.add_argument("--batch-cost", type=float, default=BATCH_COST, help="default: 0.2")
     args = parser.parse_args()
-    exit_on_signals(signal.SIGTERM)  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # so that the stack is stopped too
     task = TASKS[args.model]
     ways = {way.__name__: way for way in (one_after_the_other, at_once)}
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
@@ -71,7 +71,7 @@ def main() -> int:
         adapters = {"HONE_ROLLOUT_ADAPTERS": str(args.jobs)}
         with stack(Path(folder), samplers=1, **adapters) as client:
             jobs = [job_of(Path(folder), task, args.steps, seed) for seed in range(args.jobs)]
-            one_after_the_other(client, jobs[:1])  # the sampler's engine starts
+            one_after_the_other(client, jobs[:1])  # lets the sampler's engine start
             for name in in_turns(ways, args.repeats):
                 turns[name].append(ways[name](client, jobs))
                 print(f"{name}: {turns[name][-1].whole_s:.1f} s", file=sys.stderr, flush=True)
@@ -107,8 +107,8 @@ def compare(turns: dict[str, list[Turn]], num_jobs: int, batch_cost: float) -> l
 
 
 def expected(alone: Turn, num_jobs: int, batch_cost: float) -> float:
-    """Returns the time of a step of several jobs to one job's, if sampling and training slow each
-    other down by nothing, and a step's other parts are waited for and cost neither."""
+    """Returns the time of a step of several jobs to one job's, if sampling and training do not slow
+    each other down, and the other parts of a step take time but use neither GPU."""
     step_s = alone.mean("time/step")
     sampling_s = alone.mean("time/generate") * (1 + batch_cost * (num_jobs - 1)) / num_jobs
     return max(sampling_s, alone.mean("time/train"), step_s / num_jobs) / step_s
@@ -138,7 +138,7 @@ def at_once(client: hone.Client, jobs: list[hone.Job]) -> Turn:
 
 @dataclass(frozen=True)
 class Steps:
-    """When each step of a job was done, in Unix seconds, and its metrics."""
+    """The times at which each step of a job was done, in Unix seconds, and its metrics."""
 
     at: list[float]
     rows: list[dict[str, float]]

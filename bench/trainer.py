@@ -14,13 +14,13 @@ the next two, groups of 8 share a prompt and completions have log-normal lengths
 difference is TRL's padding. A third of the measured speed, or more than half of TRL's peak memory,
 misses a goal.
 
-The workloads are like what people train on: mathematics, code after a long prompt, few-shot
+The workloads resemble common training data: mathematics, code after a long prompt, few-shot
 prompts, conversations, with 40 M parameters and a small vocabulary, so that most of the time goes
 to the body. Hone is also compared with itself under `memory.shared_prefix = "off"`, which packs the
-same sequences without padding. The goal is 0.85 of the ratio of computed tokens. In the last one
-nothing is shared, and sharing may cost 3 % at most.
+same sequences without padding. The goal is 0.85 of the ratio of computed tokens. In the last
+workload nothing is shared, and sharing may cost 3 % at most.
 
-What each side is given:
+The settings of each side:
 
 - TRL: `GRPOTrainer` with its default of 8 sequences per micro-batch, its own `_compute_loss`,
   entropies and metrics included, padded as it pads. Its head is `ChunkedLogProbFunction` on its
@@ -105,7 +105,7 @@ COLUMNS = {
     "head_positions": "positions scored",
     "num_completion_tokens": "completion tokens",
 }
-"""Of the table of where the time goes, by the key of a measurement."""
+"""The columns of the table of seconds per part, by the key of a measurement."""
 
 REAL_STEPS = ((24, 8, 37, 8), (8, 8, 37, 128))
 """Groups, completions of each, and tokens of a prompt and of a completion."""

@@ -36,11 +36,10 @@ PAD, EOS = 0, 1
 
 @dataclass(frozen=True)
 class Task:
-    """What all sides get. `rows` sequences are one of TRL's micro-batches (its default is 8). The
-    own part of a prompt has `prompt` tokens, from the least to the most; before it stand
-    `in_common` tokens, the same in all prompts. Completions have a log-normal length of median
-    `completion` and this `spread`, at most `max_tokens`. `shared`: Hone computes a shared prefix
-    once."""
+    """The input of all sides. `rows` sequences are one of TRL's micro-batches (its default is 8).
+    Each prompt has `prompt` tokens of its own, from the least to the most, after `in_common` tokens
+    that all prompts share. Completions have a log-normal length of median `completion` and this
+    `spread`, at most `max_tokens`. `shared`: Hone computes a shared prefix once."""
 
     vocab_size: int
     num_prompts: int
@@ -59,8 +58,8 @@ class Task:
 
 @dataclass
 class Work:
-    """What a side did: its tokens through the body and positions through the head (forward), the
-    seconds in the head, and its micro-batches."""
+    """The work of a side: tokens through the body and positions through the head (forward), the
+    seconds in the head, and the micro-batches."""
 
     body_tokens: int = 0
     head_positions: int = 0
@@ -72,7 +71,7 @@ class Work:
 @dataclass(frozen=True)
 class Step:
     """A step that is ready to run. `run` adds the step's gradients to the model's and returns its
-    loss; `work` counts what it did."""
+    loss; `work` counts its work."""
 
     run: Callable[[], float]
     work: Work = field(default_factory=Work)
@@ -121,7 +120,7 @@ def make_examples(task: Task) -> list[Example]:
 
 
 def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
-    """Returns what `services/trainer/zero/update.py` does between two optimizer steps, less
+    """Returns the work of `services/trainer/zero/update.py` between two optimizer steps, without
     DeepSpeed."""
     from services.trainer.learning.batch import plan
     from services.trainer.learning.correction import loss_inputs, resolve
@@ -281,15 +280,15 @@ def resident_bytes(line: str) -> int:
 
 
 def settle() -> None:
-    """Gives freed memory back to the system and resets the peak."""
+    """Returns freed memory to the system and resets the peak."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(side: str, task: Task) -> dict[str, Any]:
-    """Returns what one step took. A step on a few short sequences comes first, so that everything
-    that is loaded late is loaded."""
+    """Returns the measurements of one step. A step on a few short sequences comes first, so that
+    everything that is loaded lazily is loaded."""
     model = make_model(task)
     make_step = trl_step if side == "trl" else hone_step
     task = replace(task, shared=side == "hone")
@@ -323,7 +322,7 @@ def measure(side: str, task: Task) -> dict[str, Any]:
 def main() -> None:
     side, task = sys.argv[1], Task(**json.loads(sys.argv[2]))
     transformers.utils.logging.set_verbosity_error()
-    with redirect_stdout(sys.stderr):  # TRL prints as it likes; the last line is ours
+    with redirect_stdout(sys.stderr):  # TRL prints too; the last line is this side's
         measured = measure(side, task)
     print(json.dumps(measured))
 

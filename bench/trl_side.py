@@ -1,6 +1,6 @@
-"""TRL's side of a comparison: a process that trains by TRL's `GRPOTrainer` as many steps as a line
-on stdin asks for, prints what they took, and waits for the next line. `Recipe` has the settings of
-all sides.
+"""TRL's side of a comparison: a process that trains with TRL's `GRPOTrainer` for the number of
+steps in a line on stdin, prints their measurements, and waits for the next line. `Recipe` has the
+settings of all sides.
 
     python -m bench.trl_side transformers|vllm FOLDER '{"num_prompts": 16, ...}' [SAVE]
 
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "use_cpu": True,
     "report_to": [],
 }
-"""What every `GRPOConfig` has here."""
+"""The options that every `GRPOConfig` has here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Recipe:
     """The settings of a training run, the same for every side. A step samples `group_size`
     completions of at most `max_tokens` for each of `num_prompts` rows, in the order of the file,
     and makes one optimizer step on all of them. `reward` is the function's name in `reward.py`.
-    TRL's micro-batch has `rows` sequences; 0: all of a step."""
+    TRL's micro-batch has `rows` sequences; 0: all sequences of a step."""
 
     num_prompts: int
     group_size: int = 8
@@ -107,7 +107,7 @@ class TimedReward:
 
 
 class StepRequests:
-    """Lets the trainer make the steps that lines on stdin ask for, and prints each turn."""
+    """Lets the trainer make as many steps as lines on stdin request, and prints each turn."""
 
     def __init__(self, measured: TimedReward, out: TextIO) -> None:
         self._measured = measured
@@ -211,10 +211,10 @@ def train(generation: str, folder: Path, recipe: Recipe, save: Path | None, out:
 
 
 def _prepare_vllm(recipe: Recipe) -> None:
-    """Gives vLLM what Hone gives it, where TRL has no setting: float32 (TRL leaves vLLM to choose,
-    and it takes bfloat16, which most CPUs only emulate), the same memory and number of sequences.
-    And takes oneDNN's linear layers away: they keep packed weights only, and TRL, which loads
-    tensor by tensor, ends with "'Parameter' object has no attribute 'weight_loader'"."""
+    """Gives vLLM the same options as Hone does where TRL has no setting: float32 (with TRL, vLLM
+    chooses bfloat16, which most CPUs only emulate), and the same memory and number of sequences.
+    And disables oneDNN's linear layers: they keep only packed weights, and TRL, which loads tensor
+    by tensor, fails with "'Parameter' object has no attribute 'weight_loader'"."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # TRL reaches into the engine
         VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -1,6 +1,6 @@
 """Chats with a checkpoint in a terminal, by plain transformers: `python -m deploy.chat FOLDER`.
 
-Needs no service. The model sees the earlier questions and answers, the newest that fit in its
+It needs no service. The model sees the earlier questions and answers, the newest that fit in its
 context; with `--single-turn` it sees only the question, as in a job of single answers.
 """
 
@@ -70,7 +70,7 @@ def fitting(
     limit: int,
 ) -> Messages:
     """Returns the end of a conversation that has, after the system message, at most `limit` tokens:
-    without as many of the oldest questions and their answers as need be, but with the last
+    without the oldest questions and their answers where needed, but always with the last
     question."""
     kept = list(history)
     while len(kept) > 1 and num_tokens([*system, *kept]) > limit:

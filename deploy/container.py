@@ -1,5 +1,5 @@
-"""Starts a service in a container, `python -m deploy.container rollout`: takes its GPUs, says where
-the service is reached, and becomes the service.
+"""Starts a service in a container, `python -m deploy.container rollout`: takes its GPUs, publishes
+the service's URL, and becomes the service.
 
 A container sees all GPUs of its machine. HONE_ROLLOUT_DEVICES and HONE_TRAINER_DEVICES assign them,
 as under `hone up`. Samplers are copies of one container, so each takes the first free place: a
@@ -33,7 +33,7 @@ def main() -> None:
     try:
         name = sys.argv[1] if len(sys.argv) > 1 else ""
         if name not in SERVICES:
-            raise BadRequest(f"{name!r} is no service; expected one of {', '.join(SERVICES)}")
+            raise BadRequest(f"{name!r} is not a service; expected one of {', '.join(SERVICES)}")
         settings, visible = load_settings(), machine.visible_devices()
         if name == "rollout":
             place = take_place(PLACES, num_places(settings, visible))
@@ -80,7 +80,7 @@ def of_sampler(
 
 
 def num_places(settings: Settings, visible: tuple[str, ...]) -> int:
-    """Returns how many samplers the machine has GPUs for."""
+    """Returns for how many samplers the machine has GPUs."""
     if not visible:
         return MAX_PLACES
     return max(len(settings.rollout_devices) // settings.tensor_parallel_size, 1)
@@ -96,10 +96,10 @@ def take_place(folder: Path, num: int) -> int:
         except BlockingIOError:
             os.close(lock)
             continue
-        os.set_inheritable(lock, True)  # the service that this process becomes keeps it
+        os.set_inheritable(lock, True)  # the service that this process becomes keeps the lock
         return place
     raise Unavailable(
-        f"all {num} places of samplers on this machine are taken; expected at most so many "
+        f"all {num} places of samplers on this machine are taken; expected at most that many "
         "samplers (--scale rollout), or more GPUs in HONE_ROLLOUT_DEVICES"
     )
 

@@ -1,5 +1,5 @@
 """`make demo`: the main job from nothing, on this machine. Fetches a real chat model, starts the
-stack, submits `deploy/jobs/demo.toml` over REST, shows what was learned, and stops everything it
+stack, submits `deploy/jobs/demo.toml` over REST, shows the result, and stops everything that it
 started.
 
 The model learns to say which of two numbers is larger. With `--tiny` it is the countdown game and a
@@ -43,7 +43,7 @@ SHOWN_PROBLEMS = 5
 @dataclass(frozen=True)
 class Demo:
     """A job file, and the module `maker` that writes the job's problems into `folder`/task and
-    makes its model there or fetches it; `making` says so in words."""
+    makes its model there or fetches it; `making` describes that."""
 
     folder: Path
     job: Path
@@ -88,7 +88,9 @@ def main() -> None:
                 f"--dir {demo.stack}"
             )
         if num := nvidia.hide_from_cpu_build():
-            console.print(f"the {num} GPU(s) have no part: `make cuda` installs what they need")
+            console.print(
+                f"the {num} GPU(s) are not used: `make cuda` installs the packages that they need"
+            )
         console.print(
             f"[bold]1/2[/] {demo.making} (seed {arguments.seed}), while Redis and the four "
             "services start"
@@ -165,8 +167,8 @@ def _model(demo: Demo, seed: int) -> Generator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _stack(demo: Demo, num_samplers: int) -> Generator[str]:
-    """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing
-    running."""
+    """Runs a stack for the demo on free ports; yields the orchestrator's URL, and stops everything
+    at the end."""
     for name, port in machine.on_free_ports(samplers=num_samplers).items():
         os.environ.setdefault(name, port)
     os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
@@ -214,7 +216,7 @@ def _show(client: Client, record: JobRecord, console: Console, wall_s: float) ->
     console.print(
         f"held-out accuracy [bold]{summary['eval_before']:.3f} -> {summary['eval_after']:.3f}[/] "
         f"after {summary['steps']} steps; "
-        f"training took {duration(summary['train_s'])}, everything {duration(wall_s)}",
+        f"training took {duration(summary['train_s'])}, in total {duration(wall_s)}",
         highlight=False,
     )
     checkpoint, system = summary["checkpoint"], record.job.data.system_prompt

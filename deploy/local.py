@@ -4,7 +4,7 @@
 session of its own, shows its progress, and returns when every service is ready. `down` ends it and
 everything it started.
 
-Left out: more than one machine.
+It runs on one machine only.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _show_state(state: dict[str, Any], as_json: bool, folder: Path) -> None:
 
 
 def said_of(state: dict[str, Any], folder: Path) -> str:
-    """Returns where the stack is, with the commands that reach and stop the one in `folder`."""
+    """Returns a sentence on where the stack in `folder` is, with commands that reach and stop
+    it."""
     url = state["urls"]["orchestrator"]
     is_own = folder == OWN
     down = "hone down" if is_own else f"hone down --dir {shlex.quote(str(folder))}"

@@ -23,13 +23,13 @@ from shared.plan.planning import SHARED_UTILIZATION, TURNS_UTILIZATION
 from shared.settings import PREFIX, Settings
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")
-"""In the order of starting; they stop in reverse order."""
+"""The services in the order of starting; they stop in reverse order."""
 
 Url = Callable[[int], str]
 """Returns the URL of a service by its port."""
 
 ANSWER_S = 2.0
-"""Seconds for the program at the port to answer what it is."""
+"""Seconds for the program at the port to answer."""
 
 LISTENING = "0A"
 """The state of a socket that listens, in /proc/net/tcp."""
@@ -79,8 +79,8 @@ def ports(settings: Settings) -> dict[str, int]:
         if (other := owners.setdefault(port, name)) != name:
             first = f"{PREFIX}{name.partition('-')[0].upper()}_PORT"
             raise BadRequest(
-                f"port {port} would be taken by both {other} and {name}; expected {first} to begin "
-                "where as many ports in a row are free"
+                f"port {port} would be taken by both {other} and {name}; expected {first} to "
+                "begin where enough consecutive ports are free"
             )
     return found
 
@@ -99,7 +99,7 @@ def process_name(service: str, port: int) -> str:
 
 
 def places(chosen: Sequence[Slot], url: Url, services: Sequence[str] = SERVICES) -> dict[str, str]:
-    """Returns the settings that name these trainers and their samplers, as far as they are among
+    """Returns the settings with the URLs of these trainers and their samplers, for the kinds among
     `services`."""
     found = {
         "trainer_url": ";".join(url(slot.trainer) for slot in chosen),
@@ -127,7 +127,7 @@ def port_error(settings: Settings, port: int) -> BadRequest | None:
         return None
     user, folder = _user(port), _folder(settings, url)
     whose = (f" of {user}" if user else "") + (f" in {folder}" if folder else "")
-    stop = f"`hone down --dir {folder}` stops it" if folder else "who started it can stop it"
+    stop = f"`hone down --dir {folder}` stops it" if folder else "its owner can stop it"
     ports = ", ".join(f"{PREFIX}{name.upper()}_PORT" for name in SERVICES)
     return BadRequest(
         f"port {port} is taken by the {service} service of another Hone stack{whose}: "
@@ -145,7 +145,7 @@ def _reach(settings: Settings, folder: Path | None) -> str:
 
 
 def _service_at(url: str) -> str | None:
-    """Returns the service of Hone that answers there; None if none does."""
+    """Returns the service of Hone that answers at the URL; None if none does."""
     try:
         with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
             said: Any = client.get(f"{url}/version").json()
@@ -156,13 +156,14 @@ def _service_at(url: str) -> str | None:
 
 
 def _folder(settings: Settings, url: str) -> Path | None:
-    """Returns the folder of this user's stack with the service, if its shared memory tells."""
+    """Returns the folder of this user's stack with the service, if shared memory has a link to
+    it."""
     folders = (link.readlink() for link in settings.shm_dir.glob(f"*/{STACK_LINK}"))
     return next((folder for folder in folders if url in _urls(folder).values()), None)
 
 
 def _urls(folder: Path) -> dict[str, str]:
-    """Returns the services of the stack in the folder; none if it does not run."""
+    """Returns the URLs of the services of the stack in the folder; none if it does not run."""
     try:
         return dict(json.loads((folder / "stack.json").read_text())["urls"])
     except (OSError, ValueError, KeyError):
@@ -170,7 +171,7 @@ def _urls(folder: Path) -> dict[str, str]:
 
 
 def _user(port: int) -> str | None:
-    """Returns the user whose socket listens at the port, if the kernel tells."""
+    """Returns the user whose socket listens at the port, if the kernel shows it."""
     for table in ("tcp", "tcp6"):
         try:
             lines = Path("/proc/net", table).read_text().splitlines()[1:]
@@ -209,13 +210,12 @@ class Plan:
 
 
 def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
-    """Returns who gets which of the `visible` devices; None on a machine without any.
-
-    Devices that the settings name are taken. Else the sampler gets the first `tensor_parallel_size`
-    and the trainer the `trainer_ranks` after them, or the last ones if there are too few for both.
-    Only a sampler that shares a device takes less of its memory, unless the setting says how much.
-    With `colocate` both get the same devices. Raises BadRequest if a service needs more devices
-    than exist, or if services that take turns name different devices.
+    """Returns the plan for the `visible` devices; None on a machine without any. Devices that the
+    settings name are used. Otherwise the sampler gets the first `tensor_parallel_size` and the
+    trainer the `trainer_ranks` after them, or the last ones if there are too few for both. Only a
+    sampler that shares a device takes less of its memory, unless the setting says how much. With
+    `colocate` both get the same devices. Raises BadRequest if a service needs more devices than
+    exist, or if services that take turns name different devices.
     """
     if not visible:
         return None
@@ -240,7 +240,7 @@ def plan_sampler(own: tuple[str, ...], settings: Settings) -> Plan:
 
     It shares devices that are in HONE_TRAINER_DEVICES too; that is not set on a machine without a
     trainer. With `colocate` it takes turns on its own devices. Raises BadRequest if it needs more
-    than it has.
+    devices than it has.
     """
     _check_enough(
         own, settings.tensor_parallel_size, "HONE_ROLLOUT_DEVICES", "HONE_TENSOR_PARALLEL_SIZE"

@@ -2,7 +2,7 @@
 explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
 with what each imports (`tests/unit/test_imports.py` holds their order); the parameters of
 `hone.Trainer` in docs/trainer.md; the metrics of a step in docs/observability.md, from the file
-that the page reads; docs/versions.md, from what `make compat` wrote into hone/tested.toml; and
+that the page reads; docs/versions.md, from the entries of `make compat` in hone/tested.toml; and
 llms.txt (https://llmstxt.org), the list of all pages."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\n"
 
 ROOMS = ("extensions", "api", "jobs", "grpo", "samplers", "data", "store")
-"""From top to bottom: a room imports only rooms below it."""
+"""The folders of the orchestrator from top to bottom: each imports only those below it."""
 
 TRAINER = ROOT / "docs/trainer.md"
 BEGIN_PARAMETERS = "<!-- parameters: `make docs` draws this -->\n"
@@ -87,7 +87,7 @@ def row(name: str, param: Explanation) -> str:
 
 def imports(folder: Path = ORCHESTRATOR) -> Iterator[tuple[Path, str]]:
     """Yields each import of one room by another: the importing file, and the imported room. Files
-    that lie in no room, such as `app.py`, put the rooms together or serve them all."""
+    that are in no room, such as `app.py`, compose the rooms or serve all of them."""
     package = ".".join(folder.relative_to(ROOT).parts)
     for file in sorted(folder.glob("*/**/*.py")):
         own = file.relative_to(folder).parts[0]
@@ -117,7 +117,7 @@ def picture() -> str:
 
 
 def draw_rooms(page: str) -> str:
-    """Returns the page with the picture of the rooms as they are now."""
+    """Returns the page with a current picture of the rooms."""
     return _between(page, BEGIN, END, picture())
 
 
@@ -127,7 +127,7 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
 
 
 def with_parameters(page: str) -> str:
-    """Returns the page of the Trainer with the table of its parameters as they are now."""
+    """Returns the Trainer's page with a current table of its parameters."""
     keys: dict[str, list[str]] = {}
     for name, key in SAME.items():
         keys.setdefault(f"`{key}`", []).append(name)
@@ -149,7 +149,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def with_metrics(page: str) -> str:
-    """Returns the page of what is observed with the present table of the metrics."""
+    """Returns the page on observability with a current table of the metrics."""
     rows = ["| metric | is |", "|---|---|"]
     for one in json.loads(MEANINGS.read_text()):
         unit = f" ({one['unit']})" if "unit" in one else ""

@@ -75,12 +75,12 @@ def _picture(path: Path, title: str) -> Generator[Any]:
     axes.set(xlabel="step", title=title)
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    # without a suffix matplotlib would add one, and write another file
+    # without a suffix matplotlib would add one, and write to another file
     figure.savefig(path, format=path.suffix.lstrip(".") or "png")
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Returns for each value the mean of it and the up to `window - 1` before it."""
+    """Returns for each value the mean of it and of up to `window - 1` values before it."""
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 

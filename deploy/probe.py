@@ -1,7 +1,6 @@
 """The health check of a container, `python -m deploy.probe`: succeeds once the service that
-`container.py` started there is ready, else says what it waits for.
-
-It imports nothing of ours: it runs every few seconds beside the service.
+`container.py` started there is ready, else prints what the service waits for. It imports none of
+Hone's code, because it runs every few seconds beside the service.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import urllib.request
 from pathlib import Path
 
 URL = Path(tempfile.gettempdir()) / "hone-url"
-"""Says where the container's service is."""
+"""The file with the URL of the container's service."""
 
 TIMEOUT_S = 10.0
 
 
 def main() -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to itself
+    # no proxy for requests to itself
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{URL.read_text()}/readyz", timeout=TIMEOUT_S):
             pass

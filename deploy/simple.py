@@ -60,7 +60,7 @@ OTHER_NAMES = ("reward", "epoch", "step_time", "num_tokens", "total_flos", "trai
 
 
 def main() -> None:
-    """Trains, and notes in `record.json` how it ended. Exits 1 if it failed."""
+    """Trains, and writes the outcome into `record.json`. Exits 1 if it failed."""
     exit_on_signals(signal.SIGTERM)
     folder, job = RunFolder(Path(sys.argv[1])), Job.model_validate_json(sys.stdin.read())
     note = Note(created_at=time.time(), status="running")
@@ -111,7 +111,7 @@ def train(job: Job, folder: RunFolder, created_at: float) -> None:
 
 
 class SimpleRun:
-    """One run: TRL's trainer, and what it calls for rewards and after each step."""
+    """One run: TRL's trainer, and the functions that it calls for rewards and after each step."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class SimpleRun:
 
     def reward_functions(self) -> list[Callable[..., list[float | None]]]:
         """Returns a function for each reward of the job. The first has the reward service grade the
-        completions by all rewards; the others return what came of it. A completion without a reward
-        has none from any function, so TRL leaves it out."""
+        completions by all rewards; the others return the results. A completion without a reward has
+        none from any function, so TRL leaves it out."""
 
         def function(place: int, label: str) -> Callable[..., list[float | None]]:
             def reward(
@@ -220,8 +220,8 @@ class SimpleRun:
         self._began = time.monotonic()
 
     def end_step(self, step: int, told: Mapping[str, Any]) -> None:
-        """Writes the row of a step, with what TRL measured, after the evaluation and the checkpoint
-        that are due. Raises Failed if loss or gradient is not finite."""
+        """Writes the row of a step, with TRL's measurements, after the evaluation and the
+        checkpoint that are due. Raises Failed if loss or gradient is not finite."""
         metrics = {**_named(told), **self._measured}
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics.get(name, 0.0)):
@@ -264,7 +264,7 @@ class SimpleRun:
             num_return_sequences=spec.samples,
             pad_token_id=trainer.processing_class.pad_token_id,
             eos_token_id=trainer.eos_token_ids,
-            repetition_penalty=1.0,  # what is not said here is as the model's file says
+            repetition_penalty=1.0,  # other options are from the model's file
             **(drawn if spec.temperature else {"do_sample": False}),
         )
         groups: list[RolloutGroup] = []
@@ -285,8 +285,8 @@ class SimpleRun:
         return groups
 
     def write_checkpoint(self, step: int) -> float:
-        """Writes the model as `transformers` loads it, with an adapter merged into it; returns how
-        many seconds that took."""
+        """Writes the model in the form that `transformers` loads, with an adapter merged into it;
+        returns the seconds that this took."""
         began, path = time.monotonic(), path_of(self.folder.checkpoints, step)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if self._job.lora:
@@ -305,7 +305,7 @@ def _trainer(job: Job, run: SimpleRun) -> Any:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     class Trainer(GRPOTrainer):
-        """Has the job's learning rates."""
+        """TRL's trainer with the job's learning rates."""
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             peak, updates = job.learning_rate or 1.0, simple.updates(job)

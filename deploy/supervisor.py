@@ -37,18 +37,18 @@ from shared.http.urls import url_at
 from shared.settings import PREFIX, Settings, load_settings
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
-"""Seconds between its end and its next start: doubled each time, until it is steady."""
+"""Seconds between a process's end and its next start: doubled until the process is steady."""
 
 STEADY_S = 10.0
-"""A process that ran for so long has started successfully."""
+"""Seconds after which a process counts as started successfully."""
 
 MAX_SOCKET_PATH = 100
-"""Longest path of a unix socket in bytes, less a few."""
+"""Longest path of a unix socket, in bytes, with a margin."""
 
 
 @dataclass
 class Child:
-    """A process and its log. `now` is time.monotonic() in all of it."""
+    """A process and its log. `now` is time.monotonic() in all methods."""
 
     name: str
     command: list[str]
@@ -73,14 +73,14 @@ class Child:
             )
 
     def revive(self, now: float) -> int | None:
-        """Starts it again if it has ended and its pause is over, any number of times; returns its
-        exit code then. If it cannot be started now (a full disk, no memory), it is tried again
-        after another pause."""
+        """Starts the process again if it has ended and its pause is over; returns its exit code
+        then. If it cannot be started (a full disk, no memory), the start is tried again after
+        another pause."""
         code = self.exit_code()
         if code is None:
             return None
         if self._due_at is None:
-            self.signal(signal.SIGKILL)  # what is left of its group
+            self.signal(signal.SIGKILL)  # the rest of its process group
             self._wait(now)
             return None
         if now < self._due_at:
@@ -102,7 +102,7 @@ class Child:
         return self.process.poll() if self.process else None
 
     def signal(self, number: int) -> None:
-        """Signals the child's whole process group, or what is left of it."""
+        """Signals the child's process group, or the rest of it."""
         if self.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -168,10 +168,10 @@ def redis_command(folder: Path, socket: Path | None = None) -> list[str]:
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
 TRAINER_STOP_DEADLINE_S = 300.0
-"""The trainer first finishes a checkpoint that it writes."""
+"""Longer than for other services, because the trainer first finishes a checkpoint."""
 
 WAITING_S = 3.0
-"""Seconds until a message says which service is waited for, and again after twice as many."""
+"""Seconds until a message says which service is not ready; repeated after twice the time."""
 
 
 class Supervisor:
@@ -188,8 +188,8 @@ class Supervisor:
         self._stopping = False
 
     def run(self, report: IO[str]) -> None:
-        """Starts everything, says `ready` on `report`, and runs until SIGTERM. Always leaves
-        nothing behind."""
+        """Starts everything, writes `ready` to `report`, and runs until SIGTERM. Stops everything
+        at its end."""
         signal.signal(signal.SIGTERM, self._stop_soon)
         signal.signal(signal.SIGINT, self._stop_soon)
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -263,7 +263,7 @@ class Supervisor:
         except (OSError, Failed) as error:
             why = error.detail if isinstance(error, Failed) else error.strerror
             raise BadRequest(
-                f"no weights can be put into {str(own)!r}: {why}; HONE_SHM_DIR names another "
+                f"weights cannot be written to {str(own)!r}: {why}; set HONE_SHM_DIR to another "
                 "folder in shared memory"
             ) from error
         for other in own.parent.iterdir():
@@ -278,7 +278,7 @@ class Supervisor:
         return url_at(self._settings.host, port)
 
     def _check_ports(self) -> None:
-        """Raises an error for a port in use, naming its user, before anything is started."""
+        """Raises an error that names the user of a port in use, before anything is started."""
         for name, port in self._ports().items():
             try:
                 check_port(self._settings.host, port, _service(name))
@@ -346,8 +346,8 @@ class Supervisor:
         return variables | {"HONE_SHM_DIR": str(self._shm_of(slot))}
 
     def _plan(self) -> machine.Plan | None:
-        """Returns who gets which GPUs; None if only one of sampler and trainer is started, because
-        it gets all."""
+        """Returns the plan of GPUs; None if only one of sampler and trainer is started, which then
+        gets all."""
         if not {"rollout", "trainer"} <= {*self._services}:
             return None
         return machine.plan(machine.visible_devices(), self._settings)
@@ -358,7 +358,7 @@ class Supervisor:
             if (number := getattr(self._settings, name)) > 1:
                 raise BadRequest(
                     f"HONE_{name.upper()} is {number} on a machine with GPUs; expected 1: start "
-                    "further trainers and samplers by hand, each with GPUs of its own, and name "
+                    "further trainers and samplers yourself, each with its own GPUs, and name "
                     "them all in HONE_TRAINER_URL and HONE_ROLLOUT_URL"
                 )
 
@@ -409,7 +409,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def _detach(self, report: IO[str]) -> None:
-        """Sends later output to the stack's own log, because no one reads `report` any more."""
+        """Sends later output to the stack's own log, because the reader of `report` has ended."""
         report.flush()
         log = os.open(self._folder / "logs" / "stack.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
@@ -422,7 +422,7 @@ class Supervisor:
                 return
             code = child.revive(time.monotonic())
             if code is not None:
-                with contextlib.suppress(OSError):  # a full disk ends nothing
+                with contextlib.suppress(OSError):  # a full disk must not end the supervisor
                     _say(
                         sys.stdout,
                         "restarted",

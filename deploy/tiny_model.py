@@ -4,13 +4,14 @@
 A problem is two numbers and a target. The prompt is `12 47 -> 59:` and a right completion is a
 Python expression that uses each number once and evaluates to the target, here `12+47`. Sums,
 differences and products come in equal parts. Train and test share no pair of numbers, in either
-order, so no test problem can have been seen.
+order, so no test problem occurs in training.
 
 The warm start teaches a random Qwen2 the form of a row: the prompts, and after each an expression
 over its two numbers, until it copies the numbers without fault. The operator is right in a fifth of
-the rows and otherwise drawn blind to the target, leaning to `+`. So greedy decoding nearly always
-adds, and is right on about a third of the problems whatever the seed, while sampling at temperature
-1 tries every operator and gives reinforcement learning something to choose from.
+the rows and otherwise drawn independently of the target, with a bias to `+`. So greedy decoding
+nearly always adds, and is right on about a third of the problems whatever the seed, while sampling
+at temperature 1 tries every operator and gives reinforcement learning different outcomes to choose
+from.
 """
 
 import argparse
@@ -54,8 +55,8 @@ WARM_START_BATCH_SIZE = 32
 WARM_START_LR = 1.5e-3
 RIGHT_OPERATOR_SHARE = 0.2
 BLIND_WEIGHTS = {"+": 0.6, "-": 0.2, "*": 0.2}
-"""The lean must outweigh the share of right operators, or greedy decoding would begin right:
-0.8 * 0.6 > 0.2 + 0.8 * 0.2."""
+"""The bias must outweigh the share of right operators, because greedy decoding would otherwise be
+right from the start: 0.8 * 0.6 > 0.2 + 0.8 * 0.2."""
 
 IGNORED_LABEL = -100
 BATCHES_PER_REPORT = 100
@@ -71,8 +72,8 @@ class Problem:
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Returns train and test problems, shuffled. Train has every operator for each of its pairs,
-    test one for each."""
+    """Returns train and test problems, shuffled. The train set has every operator for each of its
+    pairs, the test set one for each."""
     rng = random.Random(seed)
     pairs = list(itertools.combinations(range(MIN_NUMBER, MAX_NUMBER + 1), 2))
     rng.shuffle(pairs)
@@ -180,7 +181,7 @@ def _rows(
     tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids and labels [B, T], padded on the right, and where the labels are digits of an
-    expression. Prompts have labels too: reading them is half of the lesson."""
+    expression. Prompts have labels too, because reading them is half of what is learned."""
     texts = [problem.prompt + _expression(problem, rng) for problem in problems]
     rows = [torch.tensor(tokenizer.encode(text + EOS)) for text in texts]
     copies = [
@@ -200,8 +201,8 @@ def _rows(
 
 
 def _expression(problem: Problem, rng: random.Random) -> str:
-    """The two numbers in prompt order around an operator: the right one sometimes, else one drawn
-    blind."""
+    """The two numbers in prompt order around an operator: the right one sometimes, otherwise one
+    drawn independently of the target."""
     first, second = problem.numbers
     if rng.random() < RIGHT_OPERATOR_SHARE:
         symbol = next(
@@ -248,7 +249,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     logging.disable_progress_bar()
-    # so small a model gains little from more threads, and loses minutes where the cores are busy
+    # so small a model gains little from more threads, and loses minutes if the cores are busy
     torch.set_num_threads(1)
     write_task(args.out, args.seed)
 

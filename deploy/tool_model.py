@@ -3,11 +3,11 @@
 The tool is `guess(number)`, with which a model looks for a secret number from 0 to 31; the answers
 of the tool are `higher`, `lower` and `correct`. The model is made in seconds, without a warm start.
 Its first weights are written so that each token depends on the token before it alone. So nearly
-every answer is a legal call, one in six of them several calls at once, and the numbers are drawn
-blind: reinforcement learning has to find out what they have to do with the tool's answers. It
-learns first which numbers the secrets come from: if these are 8 to 15, five guesses find one in six
-at the start and nearly half of them after 100 batches of 64 games (AdamW, rate 3e-4). To read
-`higher` and `lower` takes longer than 200.
+every answer is a legal call, one in six of them several calls at once, and the numbers do not
+depend on the tool's answers: reinforcement learning has to find the relation. It learns first which
+numbers the secrets come from: if these are 8 to 15, five guesses find one in six at the start and
+nearly half of them after 100 batches of 64 games (AdamW, rate 3e-4). Learning to use `higher` and
+`lower` takes more than 200.
 
 A call is three tokens: its head, the number and its end. Together they are the text of a call as
 Hermes and Qwen2.5 write it, which vLLM's parser `hermes` reads. Everything else is one token per
@@ -30,7 +30,8 @@ PAD_ID, BEGIN_ID, END_ID = 0, 1, 2
 ASKED = [{"role": "user", "content": "Find the number."}]
 NUM_TRAIN, NUM_TEST = 256, 32
 SECRETS = range(8, 16)
-"""The secret numbers: of 32, so that there is something to learn before "higher" and "lower"."""
+"""The secret numbers: a part of the 32, so that there is something to learn before "higher" and
+"lower"."""
 
 NUMBERS = [str(number) for number in range(32)]
 HEAD = '<tool_call>\n{"name": "guess", "arguments": {"number": '
@@ -48,7 +49,7 @@ HIDDEN_SIZE = 160
 """At least the vocabulary, so that the embeddings can be at right angles to each other."""
 
 EMBEDDING_NORM = 4.0
-"""Large beside what the random layers add, so that a token decides the next one."""
+"""Large compared with the output of the random layers, so that a token decides the next one."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\ntools:"
@@ -72,7 +73,7 @@ NEXT: dict[str, dict[str, float]] = {
     TAIL: {END: 0.83, HEAD: 0.15},
     **{word: {END: 0.9} for word in WORDS},
 }
-"""How likely a token is after another at first. What is left is shared by all other tokens."""
+"""The initial probability of a token after another one. All other tokens share the rest."""
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -120,7 +121,8 @@ def make_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
 @torch.no_grad()
 def _write_next(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
     """Writes `NEXT` into the embeddings and the head. The embeddings are at right angles, so a row
-    of the head gets for each token before it the logit of its share, beside all other tokens' 0."""
+    of the head gets, for each preceding token, the logit of its probability; all other tokens have
+    0."""
     vocab_size, id_of = model.config.vocab_size, tokenizer.convert_tokens_to_ids
     embedding_VH = torch.nn.init.orthogonal_(torch.empty(vocab_size, HIDDEN_SIZE))
     logits_VV = torch.zeros(vocab_size, vocab_size)
@@ -129,7 +131,7 @@ def _write_next(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
         for after, share in shares.items():
             logits_VV[id_of(after), id_of(before)] = math.log(share / rest)
     model.model.embed_tokens.weight.copy_(EMBEDDING_NORM * embedding_VH)
-    # the last norm makes each embedding one of this length
+    # the last norm scales each embedding to this length
     model.lm_head.weight.copy_(logits_VV @ embedding_VH / math.sqrt(HIDDEN_SIZE))
 
 

@@ -66,8 +66,10 @@ def main() -> None:
     for event in reversed(list(client.fine_tuning.jobs.list_events(job.id, limit=5))[:5]):
         print(event.message)
     print(f"{job.status}: {job.trained_tokens} tokens, model {job.fine_tuned_model}")
-    said = [{"role": "user", "content": "3 + 3 ="}]
-    answer = client.chat.completions.create(model=job.fine_tuned_model, messages=said, max_tokens=8)
+    messages = [{"role": "user", "content": "3 + 3 ="}]
+    answer = client.chat.completions.create(
+        model=job.fine_tuned_model, messages=messages, max_tokens=8
+    )
     print("3 + 3 =", answer.choices[0].message.content)
 
 

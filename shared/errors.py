@@ -2,11 +2,11 @@
 
     HoneError
     ├── BadRequest   422  the caller is wrong; sending it again will not help
-    │   ├── Malformed    400  not even HTTP as it should be; the connection is closed
+    │   ├── Malformed    400  not valid HTTP; the connection is closed
     │   ├── Unauthorized 401
     │   ├── Forbidden    403
     │   ├── NotFound     404
-    │   ├── Gone         410  it was there, and has ended
+    │   ├── Gone         410  it existed, and has ended
     │   └── TooLarge     413  more than is allowed here
     ├── Conflict     409  out of order, superseded, or the same key with another body
     ├── StateLost    409  what the call builds on is gone; only loading again helps
@@ -33,10 +33,10 @@ CODES = {
     "malformed": "a header came twice or is wrong, or the body did not arrive in time",
     "unauthorized": "the bearer token or the Host header is missing or wrong",
     "forbidden": "the API key does not allow this; use another one, or HONE_TOKEN",
-    "not_found": "there is no such route or thing",
+    "not_found": "there is no such route or object",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
-    "not_there": "a folder that the job names is not there on the service's host",
-    "too_stale": "older weights than the job's max_staleness allows sampled the group; sample anew",
+    "not_there": "a folder that the job names does not exist on the service's host",
+    "too_stale": "weights older than max_staleness allows sampled the group; sample again",
     "foreign": "a proxy or another program answered in place of the service, and refused",
     "gone": "a session that is closed, with its rollout",
     "context_length_exceeded": "a session has no room for another answer; the detail says why",
@@ -59,15 +59,15 @@ CODES = {
     "hub_away": "the Hugging Face Hub cannot be reached, and its model is not in the cache here",
     "deadline": "the caller's own deadline passed; the operation may still be under way",
     "busy": "too much is waiting already",
-    "wrong_type": "a key in Redis holds what Hone does not keep there; the detail says what to do",
+    "wrong_type": "a key in Redis has a value that is not Hone's; the detail says what to do",
     # Failed
     "failed": "the service could not do it",
-    "bug": "an exception that no one expected; the service's log has the traceback",
+    "bug": "an unexpected exception; the service's log has the traceback",
     "out_of_memory": "a device ran out of memory",
     "disk_full": "there is no space left to write",
     "run_folder_gone": "someone removed the job's run folder; put it back",
     "not_finite": "a loss or gradient is NaN or infinite; the step changed no weight",
-    "not_seen": "the folder of the weights is not there on the sampler's side; publish or mount it",
+    "not_seen": "the weights' folder does not exist on the sampler's side; publish or mount it",
     "digest_differs": "the weights read are not those published and were not loaded; publish again",
     "not_loaded": "the engine does not hold what it was to load; load again, or another way",
     "not_met": "trainer and sampler do not reach each other this way; send the weights another way",

@@ -7,6 +7,7 @@
     modal deploy deploy/modal/trial.py           instead of these four: everything in one container
     modal run deploy/modal/train.py --model ...  one job, and nothing that stays
 
-Shared by the apps: `common.py` (images, Volumes, resources), `inside.py` (what runs in containers,
-a cluster included), `calls.py` (asks Modal), `api.py` (the jobs API), `flags.py` (of `modal run`).
+Shared by the apps: `common.py` (images, Volumes, resources), `inside.py` (code in containers, a
+cluster included), `calls.py` (requests to Modal), `api.py` (the jobs API), `flags.py` (of `modal
+run`).
 """

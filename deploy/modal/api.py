@@ -1,5 +1,5 @@
-"""The jobs API as Modal serves it: the orchestrator without its workers. It reloads and commits
-Volumes, and starts the trainer."""
+"""The jobs API on Modal: the orchestrator without its workers. It reloads and commits Volumes, and
+starts the trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared.settings import Settings, load_settings
 from shared.wire import JobSummary
 
 REFRESH_S = 5.0
-"""Most seconds until files of other containers are seen."""
+"""Most seconds until files of other containers are visible."""
 
 PAGE = 100
 """Jobs read at once."""
@@ -53,15 +53,15 @@ def open_store(settings: Settings) -> Store:
 
 
 async def has_work(store: Store) -> bool:
-    """Returns whether a job waits for the trainer, or has it."""
+    """Returns whether a job waits for the trainer, or runs on it."""
     pages = [await store.list(None, 1, JobFilter(status=one)) for one in ("queued", "running")]
     return any(page.jobs or page.unreadable for page in pages)
 
 
 async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartTrainer) -> None:
     """Starts the trainer if there is work for it, once the services at `urls` answer: until then
-    its GPUs would be paid for nothing. If one does not answer, the jobs that wait are paused and
-    say so."""
+    its GPUs would be paid for nothing. If one does not answer, the jobs that wait are paused with
+    that reason."""
     if not await has_work(store):
         return
     try:
@@ -83,15 +83,15 @@ async def give_up(store: Store, why: str, called_at: float, forget: Forget) -> N
     reason `why`. Otherwise it would be started again and again for them, and cost money. Then the
     failure is forgotten, so that another or a resumed job starts the Function.
 
-    Its jobs are the job that it had. If it had none, they are all jobs that waited for it when it
-    was called, unless there is another trainer. Jobs of another trainer stay as they are."""
+    These are the job that it was running or, without one, all jobs that waited for it when it was
+    called, unless there is another trainer. Jobs of another trainer stay as they are."""
     others = {each.trainer for each in await store.trainers.all() if each.missing is None}
     cut_off = await store.cut_off()
     if had := [id for id, trainer in cut_off.items() if trainer not in others]:
-        await _pause(store, had, _failed(why, "it had this job"))
+        await _pause(store, had, _failed(why, "it was running this job"))
     elif not others:
         waited = [job.id async for job in _waiting(store) if job.created_at < called_at]
-        because = "it came to no job, and there is no other trainer to run this one"
+        because = "it took no job, and there is no other trainer to run this one"
         await _pause(store, waited, _failed(why, because))
     await forget()
 
@@ -119,7 +119,7 @@ async def _waiting(store: Store) -> AsyncGenerator[JobSummary]:
 
 async def _pause(store: Store, ids: Sequence[str], why: str) -> None:
     for id in ids:
-        with contextlib.suppress(Conflict, NotFound):  # it was cancelled, or deleted
+        with contextlib.suppress(Conflict, NotFound):  # the job was cancelled or deleted
             await store.pause(id, why)
 
 
@@ -149,12 +149,12 @@ class JobsApi:
         status = await self._answer(scope, receive, send)
         if scope["method"] not in ("GET", "HEAD") and status < 300:
             await self._runs.commit.aio()
-            async with self._starting:  # else two requests would start it twice
+            async with self._starting:  # otherwise two requests would start it twice
                 if await has_work(self._store):
                     await self._start_trainer()
 
     async def _answer(self, scope: Scope, receive: Any, send: Any) -> int:
-        """Answers the request, and returns with which status."""
+        """Answers the request, and returns the status."""
         status = 500
 
         async def keep_status(message: Any) -> None:
@@ -179,7 +179,8 @@ class JobsApi:
         for volume in (self._runs, self._data):
             try:
                 await volume.reload.aio()
-            except Exception as error:  # Modal's, of many classes; what was seen is seen still
+            except Exception as error:
+                # errors of Modal, of many classes; files that were visible stay visible
                 get_logger().warning("a Volume was not reloaded", reason=str(error))
 
 

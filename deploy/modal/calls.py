@@ -1,5 +1,5 @@
-"""Asks Modal for the last call of the trainer's Function and how it ended, and for the URLs of
-deployed services."""
+"""Requests the last call of the trainer's Function and its outcome, and the URLs of deployed
+services, from Modal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OF_MODAL = (
     modal.exception.ResourceExhaustedError,
     modal.exception.ServiceError,
 )
-"""Errors of asking Modal, not of the call itself: it is asked again."""
+"""Errors of requests to Modal, not of the call itself: the request is repeated."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """`failure` is why the call failed, if it did: Modal has retried it and given up. `called_at`
-    is in Unix seconds."""
+    """The last call. `failure` is why it failed, if it did: Modal has retried it and given up.
+    `called_at` is in Unix seconds."""
 
     is_running: bool
     failure: str | None = None
@@ -44,15 +44,14 @@ NONE = Call(is_running=False)
 
 @contextlib.contextmanager
 def as_hone_errors() -> Generator[None]:
-    """Turns every exception of the Function's work into an error of Hone's. Modal raises the
-    Function's exception again when someone asks for the call. There Modal also raises errors of
-    its own: a TimeoutError while the call runs, and OF_MODAL if it cannot answer. So the two can be
-    told apart."""
+    """Converts every exception of the Function's work to an error of Hone, so that it differs from
+    Modal's own errors. A request for the call raises the Function's exception again, but also
+    Modal's errors: a TimeoutError while the call runs, and OF_MODAL if Modal cannot answer."""
     try:
         yield
     except HoneError:
         raise
-    except Exception as error:  # the last resort of the process: the class is all that changes
+    except Exception as error:  # catches everything: only the class changes
         raise Failed(f"{type(error).__name__}: {error}") from error
 
 
@@ -62,8 +61,8 @@ async def start() -> None:
 
 
 async def last() -> Call:
-    """Raises one of OF_MODAL if Modal cannot answer. The call's own exception is never one of
-    these: see `as_hone_errors`."""
+    """Returns the last call. Raises one of OF_MODAL if Modal cannot answer. The call's own
+    exception is never one of these: see `as_hone_errors`."""
     known = await _kept().get.aio(LAST)
     if known is None:
         return NONE
@@ -74,13 +73,13 @@ async def last() -> Call:
         return Call(is_running=True, called_at=called_at)
     except modal.exception.OutputExpiredError:
         return NONE
-    except modal.exception.FunctionTimeoutError as error:  # of a long job, or of a start
+    except modal.exception.FunctionTimeoutError as error:  # a long job or a start is under way
         return NONE if time.time() - called_at > DAY_S else Call(False, str(error), called_at)
     except OF_MODAL:
         raise
     except HoneError as error:
         return Call(False, error.detail, called_at)
-    except Exception as error:  # Modal's, about a container that failed before `work`
+    except Exception as error:  # an error of Modal about a container that failed before `work`
         return Call(False, f"{type(error).__name__}: {error}", called_at)
     return NONE
 

@@ -24,9 +24,9 @@ CUDA = (
     "nvidia/cuda:13.0.2-devel-ubuntu22.04"
     "@sha256:6b6617592b94e7dcc6ffbe6d00720eed27bc6e3b4f06b26b93b4070c31f57391"
 )
-"""With the compiler, of the version that torch was built with: DeepSpeed's CPU Adam and kernels of
-FlashInfer are built where they run, and DeepSpeed refuses another version. The digest is for
-amd64."""
+"""The image with the CUDA compiler, of the version with which torch was built: DeepSpeed's CPU Adam
+and kernels of FlashInfer are built where they run, and DeepSpeed refuses another version. The
+digest is for amd64."""
 
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"
@@ -35,8 +35,8 @@ PACKAGE_DATA = ("**/*.py", "**/*.lua", "**/findings.toml")
 """The files of SOURCES that the services read."""
 
 RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
-"""Where containers see the Volumes. Paths of runs are in the jobs' records: they are the same in
-every container."""
+"""The paths of the Volumes in containers: the same in every container, because jobs' records
+contain paths of runs."""
 
 DAY_S = 24 * 3600
 RETRIES = 3
@@ -61,7 +61,7 @@ runs = modal.Volume.from_name(f"{SETTINGS.modal_name}-runs", create_if_missing=T
 Redis's file, where Redis is in the container."""
 
 caches = modal.Volume.from_name(f"{SETTINGS.modal_name}-caches", create_if_missing=True, version=2)
-"""Models and datasets from Hugging Face, and what vLLM compiled."""
+"""Models and datasets from Hugging Face, and vLLM's compiled code."""
 
 data = modal.Volume.from_name(f"{SETTINGS.modal_name}-data", create_if_missing=True, version=2)
 """Data files that jobs name: `hone modal upload` puts them there."""
@@ -69,7 +69,7 @@ data = modal.Volume.from_name(f"{SETTINGS.modal_name}-data", create_if_missing=T
 SERVICES_SECRET = modal.Secret.from_name(
     "hone", required_keys=["HONE_TOKEN", "HONE_MODAL_KEY", "HONE_MODAL_SECRET"]
 )
-"""The tokens that services and `hone` show each other, and Modal's proxy."""
+"""The tokens for services and `hone`, and for Modal's proxy."""
 
 REDIS_SECRET = modal.Secret.from_name("hone-redis", required_keys=["HONE_REDIS_URL"])
 
@@ -89,8 +89,8 @@ def secrets(*names: str) -> list[modal.Secret]:
 
 
 def gpu(text: str, setting: str) -> str:
-    """Returns the GPUs as Modal writes them. Raises BadRequest for GPUs that `modal deploy` would
-    accept and Modal would never find."""
+    """Returns the GPUs in Modal's notation. Raises BadRequest for GPUs that `modal deploy` accepts
+    although Modal does not have them."""
     kind, _, count = text.partition(":")
     most = MAX_GPUS.get(kind, 8)
     if kind not in GPU_TYPES:
@@ -108,8 +108,8 @@ def num_gpus(text: str) -> int:
 
 
 def nodes(count: int, gpus: str) -> int:
-    """Returns how many machines the trainer has. Raises BadRequest for several machines that are
-    not whole."""
+    """Returns the trainer's number of machines. Raises BadRequest for several machines that are not
+    whole ones."""
     kind = gpus.partition(":")[0]
     most = MAX_GPUS.get(kind, 8)
     if count > 1 and num_gpus(gpus) != most:
@@ -183,8 +183,8 @@ def _text(value: Any) -> str:
 
 
 def server_options(service: str, **options: Any) -> dict[str, Any]:
-    """Returns a service's options: one container, which ends when no one calls it, behind Modal's
-    proxy, which asks for a token. Without `target_concurrency` there is no second container."""
+    """Returns a service's options: one container, which ends when there are no requests, behind
+    Modal's proxy, which requires a token. Without `target_concurrency` there is only one."""
     return {
         "port": PORTS[service],
         "unauthenticated": False,
@@ -210,7 +210,7 @@ def server_options(service: str, **options: Any) -> dict[str, Any]:
 # that no machine has room for, but does not document that limit.
 
 GPU_NAMES = {"A100": "A100-40GB", "H100!": "H100", "B200+": "B200"}
-"""GPUs that Modal calls otherwise than the table."""
+"""GPUs with other names at Modal than in the table."""
 
 OTHER_GPUS_GIB = {"B300": 268.0}
 """Memory of GPUs that are not in the table."""

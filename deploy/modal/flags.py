@@ -1,5 +1,5 @@
-"""Turns the flags of `modal run deploy/modal/train.py` into the job, and into where its parts
-run."""
+"""Converts the flags of `modal run deploy/modal/train.py` to the job and to the placement of its
+parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.job.file import load_job
 MAX_SAMPLERS = 8
 VOLUMES = "/volumes"
 OVER_THE_VOLUME = ("disk", "reload", "restart")
-"""Sync methods for samplers in containers of their own: no one can call the trainer's container."""
+"""Sync methods for samplers in other containers: the trainer's container cannot be called."""
 
 OVERRIDES = {
     "model": "model",
@@ -54,8 +54,8 @@ class Flags:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's parts are. The trainer's container has `gpu`, and runs `services` with the
-    settings `environment`; each of `num_samplers` samplers has a container of its own."""
+    """The placement of a run's parts. The trainer's container has `gpu`, and runs `services` with
+    the settings `environment`; each of `num_samplers` samplers has a container of its own."""
 
     gpu: str
     services: tuple[str, ...]

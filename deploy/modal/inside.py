@@ -78,8 +78,8 @@ def stack(services: Sequence[str], environment: Mapping[str, str]) -> Generator[
 
 
 def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
-    """Returns None once all these services answer, or names one that did not in time. A container
-    with GPUs then ends without an error: after an error Modal would start and bill it again."""
+    """Returns None once all these services answer, or a sentence on one that did not in time. The
+    container then ends without an error: after an error Modal would start and bill it again."""
     try:
         asyncio.run(wake(urls, deadline_s))
     except Unavailable as error:
@@ -89,8 +89,8 @@ def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
 
 
 async def wake(urls: Sequence[str], deadline_s: float = START_S) -> None:
-    """Returns once all these services answer. A Server that no one called has no container yet, and
-    a job would think that it is unreachable. Raises Unavailable naming a service that does not
+    """Returns once all these services answer. A Server without requests so far has no container,
+    and would seem unreachable to a job. Raises Unavailable naming a service that does not
     answer."""
     token = load_settings().bearer()
 
@@ -111,8 +111,8 @@ def work_until_idle(client: Client, idle_s: float, sleep: Sleep = time.sleep) ->
 
 
 def train(client: Client, job: Job, key: str, sleep: Sleep = time.sleep) -> dict[str, Any]:
-    """Returns how the job ended, or that it paused and needs an operator. With the same key it is
-    the same job: a paused one continues."""
+    """Returns the outcome of the job, which may be a pause that needs operator action. The same key
+    names the same job: if it is paused, it continues."""
     id = client.submit(job, key=key).id
     if client.get(id).status == "paused":
         client.resume(id)
@@ -125,7 +125,7 @@ def train(client: Client, job: Job, key: str, sleep: Sleep = time.sleep) -> dict
 #
 # Modal calls them a cluster: each container runs the trainer's Function. The first container has
 # the training loop; the others train as long as it lives. If the first node's machine vanishes,
-# nothing closes its connections, so the other nodes' kernels probe it now and then. If a container
+# nothing closes its connections, so the other nodes' kernels probe it periodically. If a container
 # fails, Modal starts all of them again.
 
 
@@ -149,7 +149,7 @@ class Node:
 
 
 def own_node() -> Node:
-    """Returns which node this container is."""
+    """Returns this container's node."""
     if SETTINGS.modal_trainer_nodes == 1:
         return Node(0, ("::1",))
     cluster = modal.Cluster.from_context()
@@ -193,7 +193,7 @@ def _running(command: list[str], environment: dict[str, str]) -> Generator[subpr
         yield process
     finally:
         process.terminate()
-        try:  # as on the first node: they finish the checkpoint that they write
+        try:  # as on the first node: a checkpoint that is being written is finished
             process.wait(TRAINER_STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
             process.kill()
@@ -217,7 +217,7 @@ def _first(node: Node) -> socket.socket:
 
 
 def _probe(connection: socket.socket) -> None:
-    """Makes the kernel end the connection once the other machine is gone."""
+    """Makes the kernel end the connection once the other machine is unreachable."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
@@ -228,6 +228,7 @@ def _has_ended(first: socket.socket) -> bool:
     try:
         return first.recv(1) == b""
     except TimeoutError as error:
-        return error.errno == errno.ETIMEDOUT  # the kernel's; NODE_LOOK_S's timeout has no errno
-    except OSError:  # it was lost
+        # an error of the kernel; the timeout NODE_LOOK_S has no errno
+        return error.errno == errno.ETIMEDOUT
+    except OSError:  # the connection was lost
         return True

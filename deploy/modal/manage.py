@@ -16,12 +16,12 @@ from shared.errors import BadRequest, HoneError, Unavailable
 
 try:
     from deploy.modal.common import DATA, PROJECT, SETTINGS, check_one_machine, data
-except BadRequest as error:  # a setting, such as HONE_MODAL_TRAINER_GPU
+except BadRequest as error:  # an invalid setting, such as HONE_MODAL_TRAINER_GPU
     sys.exit(f"hone: {error}")
 
 FOLDER = Path(__file__).parent
 SERVICES = ("rollout", "reward", "trainer", "orchestrator")
-"""In the order of deployment: a service comes after the services that it calls."""
+"""The services in the order of deployment: a service comes after the services that it calls."""
 
 TRIAL = ("trial",)
 DOORS = {"orchestrator": "api", "trial": "Stack"}
@@ -34,7 +34,7 @@ def up(services: tuple[str, ...]) -> dict[str, Any]:
     would write the same file. Raises Unavailable if Modal refuses an app."""
     if not PROJECT.is_file():
         raise BadRequest(
-            f"no {str(PROJECT)!r}, of which the images are made: `hone modal up` needs Hone's "
+            f"no {str(PROJECT)!r}, from which the images are made: `hone modal up` needs Hone's "
             "repository (`pip install -e '.[modal]'` there)"
         )
     if services == TRIAL:
@@ -69,7 +69,7 @@ def status(services: tuple[str, ...]) -> dict[str, Any]:
 
 
 def upload(files: list[Path]) -> dict[str, Any]:
-    """Puts data files on the Volume, and returns how a job names them."""
+    """Uploads data files to the Volume, and returns their names for a job."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise BadRequest(f"no file at {missing[0]!r}")
     with data.batch_upload(force=True) as batch:

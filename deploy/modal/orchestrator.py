@@ -57,8 +57,8 @@ def api() -> Any:
     max_containers=1,
 )
 async def watch() -> None:
-    """Starts the trainer if a job waits, even if no one asks about the job: the trainer's Function
-    may have ended. If it failed, its jobs are paused."""
+    """Starts the trainer if a job waits, even without requests: the trainer's Function may have
+    ended. If it failed, its jobs are paused."""
     from deploy.modal.api import bring_trainer, give_up, gone_s, open_store
     from deploy.modal.calls import places
     from shared.settings import load_settings

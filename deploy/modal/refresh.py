@@ -1,6 +1,6 @@
-"""`python -m deploy.modal.refresh`: shows this container the files that others committed to the
-Volume of run folders. Modal refuses while this container has a file of the Volume open, so it tries
-again until the deadline."""
+"""`python -m deploy.modal.refresh`: makes files that other containers committed to the Volume of
+run folders visible in this one. Modal refuses while this container has a file of the Volume open,
+so it tries again until the deadline."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The samplers on Modal: `modal deploy deploy/modal/rollout.py`.
 
 Each sampler is a Server of its own, because each has weights of its own: if several shared a URL, a
-sync would reach only one. The maximum number of Servers is always deployed. A Server that no one
-calls has no container; HONE_MODAL_ROLLOUTS says how many are called.
+sync would reach only one. The maximum number of Servers is always deployed. A Server without
+requests has no container; HONE_MODAL_ROLLOUTS is the number of Servers in use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The trainer on Modal: `modal deploy deploy/modal/trainer.py`.
 
 A long Function. The orchestrator spawns it when a job waits, and it ends when none does. Its
-container has the trainer and the training loop, because a Function has no address for a loop
-elsewhere to call. With HONE_MODAL_TRAINER_NODES it is a cluster of containers, and the first one
-has the loop. When Modal preempts it, or 24 hours are over, it is started again on another machine,
-loads the newest checkpoint from the Volume, and the job continues.
+container has the trainer and the training loop, because a Function has no address at which a loop
+elsewhere could call it. With HONE_MODAL_TRAINER_NODES it is a cluster of containers, and the first
+one has the loop. When Modal preempts it, or 24 hours are over, it is started again on another
+machine, loads the newest checkpoint from the Volume, and the job continues.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A worker: takes episodes of jobs with `[environment] kind = "worker"` by lease, runs an agent for
-each, and reports what it earned. READ FIRST of this room.
+each, and reports what it earned. READ FIRST.
 
 Leases are renewed in an event loop of their own, so that an agent that blocks its loop loses no
 episode. Nothing here is kept: a worker that is killed loses its episodes to another one.
@@ -211,7 +211,7 @@ class Worker:
             await self._report(episode.id, result)
         except (asyncio.CancelledError, TimeoutError):
             self.progress.lost += 1
-        except Exception as error:  # told and counted; another try may have more luck
+        except Exception as error:  # reported and counted; another try may succeed
             self.progress.lost += 1
             self._tell(f"an episode's result was not taken: {first_line(error)}")
             with contextlib.suppress(HoneError):  # the lease expires

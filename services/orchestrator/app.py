@@ -72,7 +72,8 @@ def create_service(
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
-        with contextlib.suppress(HoneError):  # the worker waits until it can check, and says why
+        with contextlib.suppress(HoneError):
+            # on failure the worker waits until it can check, and reports why
             await store.check(settings.runs_dir)
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))
@@ -119,7 +120,7 @@ LARGER = (
     (re.compile(r"/v1/files"), sys.maxsize),
     (re.compile(r"/v1/jobs/[^/]+/(groups|atropos/.*)"), groups.MAX_BODY_BYTES),
     (
-        re.compile(  # a session's, which bound what they take
+        re.compile(  # paths of sessions, whose routes have their own limit
             r"(/sessions/[^/]+)?/(v1/(chat/completions|completions|messages|responses)"
             r"|inference/v1/generate)"
         ),
@@ -136,26 +137,26 @@ def most_bytes(path: str) -> int:
 
 
 WEIGHT, LARGER_WEIGHT = 1 << 18, 1 << 21
-"""Most that a body may weigh (`codec.json_weight`), and one of `LARGER`: a third of a second in
-which nothing else is done."""
+"""Greatest weight of a body (`codec.json_weight`), and of a body in `LARGER`: parsing it blocks the
+event loop for a third of a second."""
 
 NO_JSON = re.compile(r"/v1/files|/api/v1/(forward|forward_backward)")
 ONLY_JSON = re.compile(
     r"/api/v1/.*|/v1/jobs/[^/]+/atropos/.*|/sessions/.*|/inference/.*"
     r"|/v1/(chat/completions|completions|messages|responses)"
 )
-"""Paths that read JSON whatever the type of a body is said to be."""
+"""Paths whose body is read as JSON whatever its Content-Type is."""
 
 
 def most_weight(path: str, kind: str = codec.JSON) -> int | None:
-    """Returns how much a body of the path and the type may weigh as JSON; None if it is no JSON."""
+    """Returns the greatest weight of a JSON body on this path; None for a body of another type."""
     if NO_JSON.fullmatch(path) or (kind == codec.MSGPACK and not ONLY_JSON.fullmatch(path)):
         return None
     return WEIGHT if most_bytes(path) == BODY_BYTES else LARGER_WEIGHT
 
 
 def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders) -> Extensions:
-    """Returns what the extensions add to the runs of this process."""
+    """Returns the extensions of this process, as a run receives them."""
 
     def forget(job_id: str) -> None:
         episodes.forget(job_id)

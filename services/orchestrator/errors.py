@@ -1,4 +1,4 @@
-"""Errors of a job that any room of the orchestrator raises; `jobs/decisions.py` decides on them."""
+"""Errors of a job that any folder may raise; `jobs/decisions.py` decides what follows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 from shared.errors import BadRequest, Failed, HoneError
 
 CheckNeeds = Literal["settings", "data", "services"]
-"""What a check of a job reads: only the job and the settings; or models and data, which take long
-to read; or the job's services, and its first prompts."""
+"""The inputs of a check of a job: only the job and the settings; or models and data, which take
+long to read; or the job's services, and its first prompts."""
 
 
 class OperatorActionNeeded(Failed):
@@ -17,8 +17,7 @@ class OperatorActionNeeded(Failed):
 
 
 class Preempted(OperatorActionNeeded):
-    """The job made room for another one, and continues automatically once it has something to
-    do."""
+    """The job was preempted by another one, and continues automatically with its next operation."""
 
 
 class BudgetExceeded(OperatorActionNeeded):
@@ -26,8 +25,8 @@ class BudgetExceeded(OperatorActionNeeded):
 
 
 class CheckFailed(HoneError):
-    """A check at the start of an attempt did not pass because of `cause`. `needs` is what the check
-    reads."""
+    """A check at the start of an attempt failed because of `cause`. `needs` are the inputs of the
+    check."""
 
     def __init__(self, check: str, needs: CheckNeeds, cause: HoneError) -> None:
         detail = cause.detail

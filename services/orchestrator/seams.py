@@ -46,14 +46,14 @@ class EpisodeLost(Conflict):
 
 
 class Environment(Protocol):
-    """The episodes of a job. `service` is what is waited for, by name. Each call raises EpisodeLost
-    for an episode that cannot continue; the conversation is then played again. A failing tool is a
-    result for the model."""
+    """The episodes of a job. `service` is the name of the service that calls wait for. Each call
+    raises EpisodeLost for an episode that cannot continue; the conversation is then played again. A
+    failing tool is a result for the model."""
 
     service: str
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
-        """Begins an episode with a row, under an id of its own."""
+        """Begins an episode with a row, under a new id."""
         ...
 
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
@@ -61,11 +61,11 @@ class Environment(Protocol):
         ...
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
-        """Ends the episode. Without `rewarded` no one needs its reward."""
+        """Ends the episode. `rewarded`: the caller needs its reward."""
         ...
 
     def drop(self, id: str) -> None:
-        """Lets go of an episode, if it is open, without waiting for anything."""
+        """Drops an episode, if it is open, without waiting."""
         ...
 
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
@@ -102,7 +102,7 @@ class GroupSource(Protocol):
 
 
 class Teacher(Protocol):
-    """A larger model whose log-probs of the sampled tokens are a reward."""
+    """A larger model that gives log-probs of the sampled tokens."""
 
     async def check(self, job: Job) -> None:
         """Raises BadRequest where the teacher has another vocabulary than the job's model."""
@@ -111,7 +111,7 @@ class Teacher(Protocol):
     async def score(
         self, group: RolloutGroup, scores: Sequence[Score], *, alone: bool
     ) -> tuple[Score, ...]:
-        """Returns the scores with the teacher's log-probs. `alone`: these are the reward."""
+        """Returns the scores with the teacher's log-probs. `alone`: the job has no other reward."""
         ...
 
     async def close(self) -> None: ...
@@ -119,15 +119,15 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class TrackerReport:
-    """A sentence on which rows the tracker has of a run; `complete`: it has all rows."""
+    """A sentence on which rows of a run the tracker has; `complete`: it has all rows."""
 
     message: str
     complete: bool
 
 
 class Tracker(Protocol):
-    """Takes a job's rows of metrics to a service outside. It neither delays nor stops a job.
-    `trouble` says which rows it has not taken so far, and why; None: it has all."""
+    """Sends a job's rows of metrics to an external tracker, and neither delays nor stops the job.
+    `trouble` is a sentence on the rows that the tracker lacks, and why; None: it has all."""
 
     @property
     def trouble(self) -> str | None: ...
@@ -137,7 +137,7 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     async def finish(self, succeeded: bool) -> TrackerReport | None:
-        """Returns what the tracker has of the run; None if it was given no row."""
+        """Returns a report on the rows that the tracker has; None if there was no row."""
         ...
 
 
@@ -167,8 +167,8 @@ def _missing(*_: Any, **__: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class Extensions:
-    """What extensions add to the runs of a process. A job that needs one that is missing is
-    refused."""
+    """The functions that extensions add to the runs of a process. A job that needs a missing
+    extension is refused."""
 
     play_group: Player = _missing
     """Samples a prompt's group in an environment."""
@@ -176,17 +176,18 @@ class Extensions:
     environment_of: Callable[[Job, str, Client, float | None, Settings], Environment | None] = (
         _missing
     )
-    """Of a job, its id, the client of the reward service, and how long that is waited for (s).
-    None: agents that run elsewhere have their own."""
+    """Returns the environment of a job; None if its agents run elsewhere and have their own.
+    Arguments: the job, its id, the client of the reward service, how long calls wait for that
+    service (s), and the settings."""
 
     teacher_of: Callable[[TeacherSpec, Settings, Tell, float | None], Teacher] = _missing
-    """The last argument is how long an unreachable teacher is waited for, in seconds."""
+    """Returns the teacher. The last argument is how long calls wait for its endpoint (s)."""
 
     tracker_of: Callable[[Job, str, Path], Tracker] | None = None
-    """Of a job, its id and its run folder."""
+    """Returns the trackers of a job, from the job, its id and its run folder."""
 
     source_of: Callable[[Path, AttemptStatus], GroupSource] = _missing
-    """Of the run folder of a job whose groups are pushed."""
+    """Returns the source of groups of a job whose groups are pushed, from its run folder."""
 
     drive: Callable[[Program], Awaitable[int]] = _missing
     """Carries out a program's operations, and returns the number of the last one."""
@@ -194,7 +195,7 @@ class Extensions:
     diagnose: Callable[[RunFolder, Job], Sequence[Finding]] = lambda _folder, _job: ()
 
     warn_of: Callable[[Job], str | None] = lambda _job: None
-    """Of a job that is submitted: a probable mistake. It may take seconds."""
+    """Returns a warning about a probable mistake in a submitted job. It may take seconds."""
 
     attending: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _job_id: (
         contextlib.nullcontext()

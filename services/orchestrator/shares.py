@@ -11,7 +11,7 @@ from shared.http.gate import caller_name
 
 
 class Shares:
-    """Shares in a total. A caller may hold at most as much as is left for others: a single caller
+    """Shares in a total. A caller may hold at most as much as it leaves for others: a single caller
     half of the total, two callers a third each, and so on."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Shares:
         self, amount: int, total: int, refused: Callable[[int, int], HoneError]
     ) -> Generator[None]:
         """Holds the amount for the request's API key within the block. If that is too much, raises
-        the error that `refused` makes of what the key holds and of what is left."""
+        the error that `refused` returns for the amounts that the key holds and that are left."""
         who, left = caller_name(), total - self._held.total()
         if amount and self._held[who] + amount > left:
             raise refused(self._held[who], left)

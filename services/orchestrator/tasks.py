@@ -1,4 +1,4 @@
-"""Waiting for tasks that must end, or must not be cut short."""
+"""Waits for tasks that must end, or that must not be interrupted."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Ends a process whose event loop stands still. Such a process cannot renew its lease and answers
-no one, though its port is open. `hone up`, Kubernetes or systemd restarts it, and the job
+no request, though its port is open. `hone up`, Kubernetes or systemd restarts it, and the job
 continues.
 
-It is a thread, because the loop runs nothing then. It counts its own ticks and reads no clock, so a
-pause of the whole process (SIGSTOP, a suspended machine) does not count.
+The watchdog is a thread, because the loop runs nothing then. It counts its own ticks and reads no
+clock, so a pause of the whole process (SIGSTOP, a suspended machine) does not count.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
 SAY_S = 5.0
-"""Seconds for logging, which takes long on an overloaded machine. A blocked log (a pipe that no one
-reads, a full disk) may be the reason for the standstill."""
+"""Seconds for logging, which takes long on an overloaded machine. A blocked log (a pipe without a
+reader, a full disk) may be the reason for the standstill."""
 
 STDERR = 2
 
@@ -49,7 +49,7 @@ def watch(
     loop: asyncio.AbstractEventLoop, limit_s: float, end: Callable[[int], object] = os._exit
 ) -> threading.Thread:
     """Returns the thread that calls `end` once the loop ran nothing for `limit_s` seconds. After
-    half of that it logs where all threads are. It ends with the loop."""
+    half of that it logs the stacks of all threads. It ends with the loop."""
     thread = threading.Thread(
         target=_watch, args=(loop, limit_s / NUM_TICKS, end), name=WATCHING, daemon=True
     )

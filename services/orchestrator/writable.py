@@ -1,5 +1,5 @@
-"""Whether the folder of runs can be written, and errors of writing to a disk that is full or
-refuses."""
+"""Checks whether the folder of runs can be written, and names errors of writing to a full or
+read-only disk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def why_not_writable(runs_dir: Path) -> str | None:
     try:
         with writing("folder", runs_dir):
             if not runs_dir.exists():
-                where = f"folder {str(runs_dir)!r} is not there"
+                where = f"folder {str(runs_dir)!r} does not exist"
                 return f"{where}; mount its volume, or check HONE_RUNS_DIR"
             disk.write_file(probe, b"can be written\n")
             probe.unlink()
@@ -87,7 +87,7 @@ def make_runs_dir(runs_dir: Path) -> None:
 
 
 class RunsDirCheck:
-    """Whether `runs_dir` can be written. A hanging disk keeps no caller waiting."""
+    """Checks whether `runs_dir` can be written. Callers do not wait for a hanging disk."""
 
     def __init__(self, runs_dir: Path, answers_within_s: float = ANSWERS_WITHIN_S) -> None:
         self._runs_dir = runs_dir
@@ -109,7 +109,7 @@ class RunsDirCheck:
 
     async def _within(self, look: Callable[[], str | None]) -> str | None:
         late = (
-            f"folder {str(self._runs_dir)!r} did not take a small file within "
+            f"folder {str(self._runs_dir)!r} could not be written within "
             f"{self._look.within_s:g} s; check HONE_RUNS_DIR and its disk"
         )
         return await self._look.at(look, late)

@@ -46,7 +46,7 @@ from shared.wire import (
     Score,
     ScoreRequest,
     ScoreResult,
-    Tried,
+    TriedRewards,
     TryRequest,
     Validated,
     ValidateRequest,
@@ -131,9 +131,9 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
         await scorer.check(request.rewards, request.columns, request.prompts)
         return Validated(rewards=tuple(spec.label for spec in request.rewards))
 
-    async def try_rewards(request: TryRequest) -> Tried:
+    async def try_rewards(request: TryRequest) -> TriedRewards:
         """Grades an empty completion of each prompt, and the row's own reference answer."""
-        return Tried(rewards=await scorer.tried(request.rewards, request.prompts))
+        return TriedRewards(rewards=await scorer.tried(request.rewards, request.prompts))
 
     async def run(request: GraderRunRequest) -> GraderRun:
         """Grades one completion by one grader, in the shape of OpenAI's grader runs."""

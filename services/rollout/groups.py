@@ -2,8 +2,8 @@
 completion as a message.
 
 A request is a turn of a conversation if it has `tools` or `known`. The caller keeps the
-conversation: it sends all messages, and the tokens it already has (`known`). Nothing of it stays in
-this process, so any sampler can answer any turn.
+conversation: it sends all messages, and the tokens that it already has (`known`). This process
+stores nothing of it, so any sampler can answer any turn.
 
 Sampled tokens are never tokenized again. When a conversation continues, only the text that the chat
 template writes after the last answer is tokenized, and appended to the tokens:
@@ -48,7 +48,7 @@ MARK = "hone-answer-5b1f0c"
 templates strip."""
 
 THOUGHT = "hone-thought-5b1f0c"
-"""Replaces the thoughts of an answer, to see whether the template keeps them."""
+"""Replaces the reasoning of an answer, to find out whether the template keeps it."""
 
 END_OF_THOUGHTS = "</think>"
 
@@ -66,7 +66,8 @@ async def next_prompt(
     chat: Chat, request: ChatRequest, num_known: int, known_ids: list[int]
 ) -> tuple[list[int], str]:
     """Returns the token ids `[T]` of all messages, ready for the answer. They begin with
-    `known_ids`, the tokens of the first `num_known` messages; else a reason comes with them."""
+    `known_ids`, the tokens of the first `num_known` messages, and the text is ""; otherwise the
+    text is the reason why not."""
     try:
         between = await tokens_after(chat, request, num_known, known_ids[-1])
     except PrefixChanged as error:
@@ -85,7 +86,7 @@ async def tokens_after(
     everything = (*marked, *request.messages[num_known:])
     shown_whole = await chat.render(request, everything, answering=True)
     if THOUGHT in shown and THOUGHT not in shown_whole:
-        raise PrefixChanged("the chat template drops an answer's thoughts once messages follow")
+        raise PrefixChanged("the chat template drops an answer's reasoning once messages follow")
     known, whole = _after_mark(shown), _after_mark(shown_whole)
     if not whole.startswith(known):
         raise PrefixChanged("the chat template renders an answer differently once messages follow")
@@ -98,8 +99,8 @@ async def _ending(
 ) -> str:
     """Returns the end of the answer as the template writes it, from where sampling ended. That is
     after the answer's end token. If the answer was cut off, or ended with a token that the template
-    does not write, it is after the answer's text. In `known`, calls of tools may stand after the
-    mark, so then the answer is rendered without them."""
+    does not write, it is after the answer's text. In `known`, calls of tools may follow the mark,
+    so then the answer is rendered without these."""
     if sampled_end and sampled_end in known:
         return known.rpartition(sampled_end)[2]
     plain: Message = {"role": "assistant", "content": MARK}
@@ -110,7 +111,7 @@ async def _ending(
 
 
 def _marked(answer: Message) -> str:
-    """Returns the text in place of an answer's: the mark, after thoughts if the answer has some."""
+    """Returns the text that replaces an answer's: the mark, after the reasoning if any."""
     has_thoughts = END_OF_THOUGHTS in str(answer.get("content") or "")
     return f"<think>\n{THOUGHT}\n{END_OF_THOUGHTS}\n\n{MARK}" if has_thoughts else MARK
 
@@ -130,8 +131,8 @@ def _without_thoughts(message: Message) -> Message:
 
 
 NUM_END_TOKENS = 16
-"""Tokens at a prompt's end whose text goes with its rollouts: more than a template writes to open
-an answer or a thought."""
+"""Tokens at a prompt's end whose text is returned with its rollouts: more than a template writes to
+open an answer or its reasoning."""
 
 NO_ROOM = "its first {} tokens were cut off, and known tokens with them"
 
@@ -140,7 +141,7 @@ async def sampled_group(
     request: GenerateRequest, running: Running, adapter: Adapter | None
 ) -> RolloutGroup:
     """Returns the group `[G]`. If nothing can be sampled after the prompt, a job gets failed
-    rollouts as data, and a request by hand gets BadPrompt."""
+    rollouts as data, and a request without a job gets BadPrompt."""
     engine = running.engine
     try:
         turn = conversation(request)
@@ -152,8 +153,8 @@ async def sampled_group(
     ids = list(group.prompt_token_ids)
     if (request.prompt_logprobs or request.top_prompt_logprobs) and len(ids) > 1:
         own, *top = await engine.top_logprobs(ids, adapter, request.top_prompt_logprobs)
-        found = dict(zip(("prompt_top_ids", "prompt_top_logprobs"), top, strict=True))
-        group = group.model_copy(update={"prompt_logprobs": Logprobs(own), **found})
+        top_fields = dict(zip(("prompt_top_ids", "prompt_top_logprobs"), top, strict=True))
+        group = group.model_copy(update={"prompt_logprobs": Logprobs(own), **top_fields})
     constraint = await engine.chat.constraint(turn, ids) if turn and turn.is_constrained else None
     rollouts = await engine.sample(
         ids,
@@ -173,7 +174,7 @@ async def sampled_group(
 
 
 def _salt(request: GenerateRequest, running: Running) -> str:
-    """Returns the key of the prefixes that these weights have cached."""
+    """Returns the key of the prefixes that are cached for these weights."""
     if request.snapshot is not None:
         return request.snapshot.adapter
     if request.own_weights:
@@ -182,16 +183,17 @@ def _salt(request: GenerateRequest, running: Running) -> str:
 
 
 async def given_group(request: GenerateRequest, engine: Engine) -> RolloutGroup:
-    """Returns the group `[G]` whose completions are `request.answers`, sampled by no weights. Of
-    answers that the model cannot give, a job gets failed rollouts as data, and a request by hand
-    gets BadPrompt."""
+    """Returns the group `[G]` whose completions are `request.answers`, which no weights sampled.
+    For answers that the model cannot give, a job gets failed rollouts as data, and a request
+    without a job gets BadPrompt."""
     if request.prompt is None:
-        raise BadRequest("'answers' are to a 'prompt' of text or messages, and there is none")
+        raise BadRequest("'answers' need a 'prompt' of text or messages, and there is none")
     try:
         ids = engine.encode(request.prompt, request.template_args)
-        given = _normalized_answers(request.answers)
+        answers_to = _normalized_answers(request.answers)
         answers = [
-            engine.encode_answer(request.prompt, answer, request.template_args) for answer in given
+            engine.encode_answer(request.prompt, answer, request.template_args)
+            for answer in answers_to
         ]
         if not all(answers):
             raise BadPrompt("the answer has no tokens; expected at least one")
@@ -202,7 +204,7 @@ async def given_group(request: GenerateRequest, engine: Engine) -> RolloutGroup:
         return _failed_group(request, error)
     rollouts = tuple(
         Rollout(text=_text(answer), token_ids=TokenIds(of_answer), finish_reason="stop")
-        for answer, of_answer in zip(given, answers, strict=True)
+        for answer, of_answer in zip(answers_to, answers, strict=True)
     )
     return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=rollouts)
 
@@ -231,8 +233,7 @@ def conversation(request: GenerateRequest) -> ChatRequest | None:
     messages = request.prompt
     if messages is None or isinstance(messages, str):
         raise BadRequest(
-            "'tools', 'known' and 'json_schema' are of a conversation; expected messages as "
-            "'prompt'"
+            "'tools', 'known' and 'json_schema' need a conversation; expected messages as 'prompt'"
         )
     if known and not known.token_ids:
         raise BadRequest("'known.token_ids' is empty; expected the tokens up to an answer's last")
@@ -286,8 +287,8 @@ async def _prompted(
 async def _prompt_ids(
     request: GenerateRequest, turn: ChatRequest | None, engine: Engine
 ) -> tuple[list[int], str]:
-    """Returns the prompt's token ids `[T]`, and why they do not begin with the known ones. Raises
-    BadRequest for a request without a prompt or with two."""
+    """Returns the prompt's token ids `[T]`, and why they do not begin with the known ones ("": they
+    do). Raises BadRequest for a request without a prompt or with two."""
     if (request.prompt is None) == (request.prompt_token_ids is None):
         raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
     if request.prompt_token_ids is not None:
@@ -358,7 +359,7 @@ def _failed_group(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
 
 
 TEXT_KEYS = frozenset({"role", "content", "weight"})
-"""Keys of a message that is text alone; OpenAI's `weight` says whether it is learned."""
+"""Keys of a message that has only text; OpenAI's `weight` says whether it is learned."""
 
 
 def answer_ids(
@@ -380,12 +381,12 @@ def answer_ids(
     if whole.startswith(head):
         text = whole.removeprefix(head)
     elif set(message) <= TEXT_KEYS and isinstance(message.get("content"), str):
-        text = message["content"]  # a template that writes an earlier answer otherwise
+        text = message["content"]  # a template that writes an earlier answer in another way
     else:
         raise BadPrompt(
             "the model's chat template does not write the answer after the head of an answer, and "
             f"the answer has {', '.join(sorted(set(message) - TEXT_KEYS)) or 'no text'}; expected "
-            "an answer that is text alone"
+            "an answer that is only text"
         )
     return _ended(_after(tokenizer, head, text, special=False), tokenizer, ends)
 
@@ -400,15 +401,15 @@ def _rendered(
     options = {**template_args, "add_generation_prompt": answering, "tokenize": False}
     try:
         return tokenizer.apply_chat_template(for_template(messages), **options)
-    except Exception as error:  # the template is the model's code, on a job's data
+    except Exception as error:  # the template is code of the model, and runs on a job's data
         raise BadPrompt(
             f"the model's chat template refused the messages: {type(error).__name__}: {error}"
         ) from error
 
 
 def _after(tokenizer: Any, head: str, text: str, *, special: bool) -> list[int]:
-    """Returns the tokens of `text` after `head`: what the tokens of both have after the head's, or
-    else the text's own, because the model sampled the head's tokens as they are."""
+    """Returns the tokens of `text` after `head`: the tokens of both without the head's. If they do
+    not begin with the head's, which are fixed, the tokens of the text alone."""
     head_ids = tokenizer.encode(head, add_special_tokens=special)
     both = tokenizer.encode(head + text, add_special_tokens=special)
     if both[: len(head_ids)] == head_ids:
@@ -418,7 +419,7 @@ def _after(tokenizer: Any, head: str, text: str, *, special: bool) -> list[int]:
 
 def _ended(ids: list[int], tokenizer: Any, ends: Collection[int]) -> list[int]:
     """Returns the ids up to the last end-of-sequence token: nothing is sampled after it. Without
-    one the tokenizer's own is added."""
+    one the tokenizer's end-of-sequence token is added."""
     last = max((position for position, id in enumerate(ids) if id in ends), default=None)
     if last is not None:
         return ids[: last + 1]

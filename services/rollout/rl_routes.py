@@ -1,8 +1,8 @@
 """vLLM's routes that TRL's clients call: they pause sampling, reset the prefix cache, and load LoRA
-adapters beside what serves, which requests name as their model.
+adapters beside the served weights, which requests name as their model.
 
-All but `/health` are refused while a job has the sampler. As vLLM's, they take query parameters in
-place of a body. Field names of the bodies are vLLM's.
+All but `/health` are refused while a job has the sampler. As in vLLM, they take query parameters in
+place of a body. The field names of bodies are vLLM's.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from shared.wire import AdapterWeights, Health, NoBody, Wire
 
 
 class PauseRequest(Wire):
-    """`POST /pause`: requests under way are frozen, and cached prefixes forgotten."""
+    """`POST /pause`: requests under way are frozen, and cached prefixes are dropped."""
 
     mode: Literal["keep"] = "keep"
 
 
 class PauseState(Wire):
-    """`status` is vLLM's word for `paused`."""
+    """The answer to `/pause` and `/resume`. `status` is vLLM's text for `paused`."""
 
     paused: bool
     status: Literal["paused", "resumed"] = "paused"
 
 
 class CacheReset(Wire):
-    """`success` is False while requests still use what is cached."""
+    """The answer to `/reset_prefix_cache`. `success` is False while prefixes are in use."""
 
     success: bool
 
 
 class AdapterChanged(Wire):
-    """`message` is vLLM's."""
+    """The answer to a change of adapters. `message` is vLLM's."""
 
     message: str
 
@@ -74,7 +74,7 @@ def add_rl_routes(service: Service, sampler: Sampler) -> None:
     by_hand = EngineRoutes(sampler, service.settings)
 
     async def health() -> Health:
-        """Whether the engine samples; 503 if it does not, or not yet."""
+        """Whether the engine samples; 503 if it does not."""
         if why := await sampler.unready():
             raise Unavailable(why)
         return Health(service=service.name)
@@ -106,8 +106,8 @@ class EngineRoutes:
         self._settings = settings
 
     async def pause(self, _: PauseRequest) -> PauseState:
-        """Freezes sampling; new requests wait, and those under way stay. A job that comes ends the
-        pause."""
+        """Freezes sampling; new requests wait, and requests under way are kept. A job that takes
+        the sampler ends the pause."""
         async with self._sampler.changing() as running:
             await running.engine.pause()
             running.is_paused = True
@@ -126,7 +126,7 @@ class EngineRoutes:
             return CacheReset(success=await running.engine.reset_cache())
 
     async def load_adapter(self, request: LoadAdapterRequest) -> AdapterChanged:
-        """Loads an adapter beside what serves; calls name it as their model."""
+        """Loads an adapter beside the served weights; calls name it as their model."""
         async with self._sampler.changing() as running:
             name = request.lora_name
             is_own = name in ("policy", running.spec.model)
@@ -137,8 +137,8 @@ class EngineRoutes:
                 )
             if not running.is_base:
                 raise Conflict(
-                    "weights of a job have replaced the model's own, to which an adapter belongs; "
-                    "a sampler that is started again has the model's own"
+                    "weights of a job have replaced the model's own, to which adapters belong; "
+                    "restart the sampler to serve the model's own"
                 )
             folder = self._named_folder("lora_path", request.lora_path)
             await self._load_adapter(running, name, folder)
@@ -175,22 +175,22 @@ class EngineRoutes:
         await running.adapters.load_by_hand(name, copy)
 
     async def unload_adapter(self, request: UnloadAdapterRequest) -> AdapterChanged:
-        """Unloads an adapter that was loaded by name, once no call under way uses it."""
+        """Unloads an adapter that was loaded by name, once no call uses it any more."""
         name = request.lora_name
         async with self._sampler.changing() as running:
             if not running.adapters.drop(name):
-                raise NotFound(f"'lora_name': no adapter {name!r} was loaded by hand")
+                raise NotFound(f"'lora_name': no adapter {name!r} was loaded by this route")
         return AdapterChanged(message=f"Success: LoRA adapter '{name}' removed successfully.")
 
-    def _named_folder(self, name: str, given: str) -> Path:
+    def _named_folder(self, name: str, text: str) -> Path:
         """Returns the real path of a folder that the caller may name."""
-        if "\0" in given:
-            raise BadRequest(f"{name!r}: got {given!r:.80}; expected a folder")
-        folder = Path(given).resolve()
+        if "\0" in text:
+            raise BadRequest(f"{name!r}: got {text!r:.80}; expected a folder")
+        folder = Path(text).resolve()
         if allowed := other_folders(folder, self._settings):
             raise BadRequest(
-                f"{name!r}: got {given!r:.200}; folders may be named below these only: {allowed}"
+                f"{name!r}: got {text!r:.200}; folders may be named below these only: {allowed}"
             )
         if not folder.is_dir():
-            raise BadRequest(f"{name!r}: there is no folder {given!r:.200} here", code="not_there")
+            raise BadRequest(f"{name!r}: there is no folder {text!r:.200} here", code="not_there")
         return folder

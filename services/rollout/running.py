@@ -1,11 +1,11 @@
-"""The engine that runs, the weights that it is known to have, and whether it may sample a request:
-who may use the sampler, the requests under way, and which weights sampled which tokens.
+"""The engine that runs, its verified weights, and the requests under way: which requests may be
+sampled, when a request is ended, and which weights sampled which tokens.
 
 A newer attempt supersedes a job's worker, and a newer epoch the weights that the worker loaded.
 Requests of a superseded worker are refused (Conflict, code "stale"), and its requests under way end
 with the same error. So no group mixes weights of two epochs. A job of another orchestrator than the
-owner of the sampler is refused too (`shared/http/ownership.py`). Requests by hand belong to no job
-and are never stale.
+owner of the sampler is refused too (`shared/http/ownership.py`). Requests without a job are never
+stale.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
 
 
 def owner_of(asker: Asker) -> str:
-    """Returns whose weights they are: job, attempt and epoch; "" without a job."""
+    """Returns the owner of weights: job, attempt and epoch; "" without a job."""
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
 
 
 def label(owner: str, version: int) -> str:
-    """Returns what the engine writes beside every token that a version samples. The version alone
-    would not do, because after a rewind the same number names other weights."""
+    """Returns the label that the engine writes beside every token that a version samples. It is
+    more than the version, because after a rewind the same number names other weights."""
     return f"{owner}/{version}"
 
 
 def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
-    """Returns which weight versions sampled a completion, oldest first; none for weights that no
-    job has published. `labels` are each label with the first token that has it. Raises Conflict,
-    code "stale", if `owner` is a job and weights of another owner sampled some tokens."""
-    found: list[Span] = []
+    """Returns the spans of the versions that sampled a completion, oldest first; none for weights
+    that no job has published. `labels` has each label with the first token of that label. Raises
+    Conflict, code "stale", if `owner` is a job and weights of another owner sampled some tokens."""
+    all_spans: list[Span] = []
     for text, start in labels:
         of, separator, version = text.rpartition("/")
         if owner and of != owner:
@@ -69,12 +69,12 @@ def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
                 code="stale",
             )
         if separator:
-            found.append(Span(version=int(version), start=start))
-    return tuple(found)
+            all_spans.append(Span(version=int(version), start=start))
+    return tuple(all_spans)
 
 
 class Fences:
-    """Which attempts may use the sampler, and the fences that were aborted."""
+    """The attempts that may use the sampler, and the fences that were aborted."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
@@ -100,7 +100,7 @@ class Fences:
         return passes
 
     def are_superseded(self, asker: GenerateRequest | ServingWeights) -> bool:
-        """Returns whether weights or requests are of no attempt that may use the sampler."""
+        """Returns whether weights or requests belong to an attempt that may not use the sampler."""
         is_over = asker.fence < self._after_abort(asker.job_id or "")
         is_known = asker.attempt in self._holders and not self._holders.is_stale(asker.fence)
         return is_over or not is_known
@@ -135,7 +135,7 @@ class Fences:
 def stale(asker: Fencing, job_id: str) -> Conflict:
     return Conflict(
         f"attempt {asker.attempt}, epoch {asker.epoch} of job {job_id!r} was superseded or "
-        "aborted; expected nothing more of it",
+        "aborted; expected no further requests of it",
         code="stale",
     )
 
@@ -143,8 +143,8 @@ def stale(asker: Fencing, job_id: str) -> Conflict:
 def taken(asker: GenerateRequest) -> Conflict:
     """Returns the error of a request that ends because another orchestrator took the sampler."""
     return Conflict(
-        "the sampler was taken by another orchestrator while nothing was heard of job "
-        f"{asker.job_id!r}",
+        f"another orchestrator took the sampler, because job {asker.job_id!r} had sent nothing for "
+        "too long",
         code="taken",
     )
 
@@ -156,8 +156,8 @@ def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> C
         else "no job's"
     )
     return Conflict(
-        f"attempt {request.attempt}, epoch {request.epoch} of job {request.job_id!r} asks, but "
-        f"the weights that serve are {have}; reload the weights first",
+        f"attempt {request.attempt}, epoch {request.epoch} of job {request.job_id!r} sent a "
+        f"request, but the weights that serve are {have}; reload the weights first",
         code="out_of_order",
     )
 
@@ -170,14 +170,14 @@ class _ActiveRequest:
 
 
 class Requests:
-    """What is being sampled, and for whom."""
+    """The requests under way."""
 
     def __init__(self) -> None:
         self._under_way: dict[asyncio.Task[Any], _ActiveRequest] = {}
 
     async def run(self, request: GenerateRequest, work: Coroutine[Any, Any, R]) -> R:
-        """Returns what `work` gives, or raises what `end` was given for this request. It can be
-        ended from the moment of the call."""
+        """Returns the result of `work`, or raises the error with which `end` ended this request.
+        `end` works from the moment of the call."""
         task = asyncio.create_task(work)
         entry = self._under_way[task] = _ActiveRequest(request, request_key.get())
         try:
@@ -194,15 +194,15 @@ class Requests:
         which: Callable[[GenerateRequest], bool],
         error: Callable[[GenerateRequest], HoneError],
     ) -> int:
-        """Ends the requests that `which` picks, each with its error. Returns how many."""
+        """Ends the requests that `which` selects, with the error of `error`. Returns how many."""
         return self._end(lambda entry: which(entry.request), error)
 
     def lose(self, why: str) -> None:
-        """Ends all requests: what would answer them is gone."""
+        """Ends all requests, because the engine that would answer them has ended."""
         self.end(lambda _: True, lambda _: StateLost(why))
 
     def end_keys(self, request: AbortRequest) -> int:
-        """Ends the job's requests that were asked for with `request.keys`. Returns how many."""
+        """Ends the job's requests with the keys `request.keys`. Returns how many."""
         return self._end(
             lambda entry: entry.request.job_id == request.job_id and entry.key in request.keys,
             lambda asker: stale(asker, request.job_id),
@@ -226,7 +226,7 @@ class Requests:
 
 ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
 
-EXCHANGING = "the weights of the engine's model are being exchanged; ask again"
+EXCHANGING = "the weights of the engine's model are being exchanged; send the request again"
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,14 @@ class Start:
         return f"starting the engine for {self.model!r}"
 
     @property
-    def told(self) -> Starting:
+    def starting(self) -> Starting:
         return Starting(f"{self}, {since(self.at)}")
 
 
 @dataclass(frozen=True)
 class ServedVersion:
     """A version that serves. `published` has the digests of its tensors, and `seen` the engine's
-    log-probs of its canary. `by_adapter`: it is an adapter beside the model."""
+    log-probs of its canary. `by_adapter`: it is an adapter, beside the model."""
 
     weights: ServingWeights
     published: dict[str, str] = field(default_factory=dict)
@@ -276,15 +276,14 @@ class Running:
     is_exchanging: bool = False
     fault: str | None = None
 
-    # --- may it be asked? ------------------------------------------------------------------------
+    # --- can it sample? ------------------------------------------------------------------------
 
     async def unready(self) -> str | None:
         """Returns why nothing would be sampled, or None."""
         return await self.failure() or self._why_asleep()
 
     async def failure(self) -> str | None:
-        """Returns why the engine needs to be replaced, or needs another version; None if it
-        works."""
+        """Returns why the engine must be replaced, or must load a version; None if it works."""
         return await self.engine.failure() or self.fault
 
     async def check_alive(self) -> None:
@@ -317,7 +316,7 @@ class Running:
         return self.of_jobs.get(job_id or "", self.latest)
 
     def serve(self, served: ServedVersion) -> None:
-        """Makes the version serve: beside other adapters, or alone."""
+        """Makes the version serve: beside adapters of other jobs, or alone."""
         job_id = served.weights.job_id
         if not served.by_adapter:
             self.of_jobs.clear()
@@ -333,11 +332,11 @@ class Running:
         self.adapters.kept = frozenset(self.of_jobs)
 
     def check_base(self) -> None:
-        """Raises Conflict, code "no_adapters", if the model has not its own weights."""
+        """Raises Conflict, code "no_adapters", if the model does not have its own weights."""
         if not self.is_base:
             raise Conflict(
-                "other weights have replaced the model's own, so neither these nor an adapter of "
-                "theirs can be sampled",
+                "other weights have replaced the model's own, so neither the model's own weights "
+                "nor adapters for them can be sampled",
                 code="no_adapters",
             )
 
@@ -389,42 +388,43 @@ class Running:
     # --- the weights that serve ------------------------------------------------------------------
 
     def salt(self, job_id: str | None, version: int | None = None) -> str:
-        """Returns the key of the prefixes that a version of the job has cached, by default of the
+        """Returns the key of the prefixes that are cached for a version of the job, by default the
         version that serves."""
         serving = self.served_to(job_id).weights
         return f"{owner_of(serving)}:{serving.version if version is None else version}"
 
     def serving_adapter(self, job_id: str | None) -> AbstractContextManager[Adapter | None]:
-        """Keeps the adapter that serves the job loaded during a request. None if none does."""
+        """Returns a context that keeps the job's adapter loaded; it yields None without one."""
         by_adapter = self.served_to(job_id).by_adapter
         return self.adapters.using(self.adapters.of_job(job_id) if by_adapter else None)
 
-    async def checked(self) -> CheckedWeights:
+    async def check_weights(self) -> CheckedWeights:
         """Returns which of the engine's tensors differ from the version that serves, or from the
         model that it was started with. With an adapter both are compared."""
-        published, found = self.latest.published, await self.engine.digests()
+        published, digests = self.latest.published, await self.engine.digests()
         if self.is_base:
             base = await asyncio.to_thread(given_tensors, self.engine.folder, self.engine.dtype)
             published = {**base, **published}
         with self.serving_adapter(self.serving.job_id) as adapter:
             if adapter:
-                found |= await self.engine.adapter_digests(adapter)
+                digests |= await self.engine.adapter_digests(adapter)
         return CheckedWeights(
             version=self.serving.version,
             job_id=self.serving.job_id,
             replica=self.serving.replica,
             num_tensors=len(published),
-            differing=differing(found, published),
-            unread=tuple(sorted(published.keys() - found.keys())),
+            differing=differing(digests, published),
+            unread=tuple(sorted(published.keys() - digests.keys())),
         )
 
     def lose_base(self) -> None:
-        """Other weights replace the model's own, and the loaded adapters do not fit them."""
+        """Notes that the model's own weights are replaced: the loaded adapters do not fit
+        others."""
         self.adapters.forget()
         self.is_base = False
 
     def forget(self, seen: CanaryReading | None = None) -> None:
-        """No version serves from now on. `seen` is what the next one is compared with."""
+        """Forgets the version that serves. The next version is compared with `seen`."""
         self.latest = ServedVersion(self.nothing, seen=seen)
         self.of_jobs.clear()
 
@@ -435,9 +435,9 @@ class Running:
         return f"version {served.weights.version} of job {job_id!r} does not serve: {why}"
 
     async def fall_asleep(self, requests: Requests) -> None:
-        """Frees the engine's memory and gives up its weights. An engine that sleeps stays asleep.
-        Raises StateLost if it fails: then the weights are unknown. BadRequest of an engine that
-        cannot sleep changes nothing."""
+        """Frees the engine's memory, which loses its weights. Does nothing if the engine sleeps
+        already. Raises StateLost if it fails: then the weights are unknown. An engine that cannot
+        sleep raises BadRequest and is unchanged."""
         if not self.is_asleep:
             requests.lose(ASLEEP)
             try:
@@ -454,13 +454,13 @@ class Running:
         self.lose_base()
 
     async def end_pause(self) -> None:
-        """Ends a pause by hand, which a job knows nothing of. A dead engine is left unchanged."""
+        """Ends a pause of `/pause` before a job uses the engine. Leaves a dead engine unchanged."""
         was_paused, self.is_paused = self.is_paused, False
         if was_paused and not self.is_asleep and not await self.failure():
             await self.engine.resume()
 
-    async def go_on(self) -> None:
-        """Lets the engine sample, unless it was paused by hand."""
+    async def resume_sampling(self) -> None:
+        """Lets the engine sample, unless `/pause` paused it."""
         if not self.is_paused:
             await self.engine.resume()
 

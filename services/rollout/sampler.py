@@ -1,5 +1,5 @@
-"""The state of the service: which engine runs, which weights serve, and whether they are known.
-READ FIRST.
+"""The state of the service: which engine runs, which weights it serves, and whether these are
+known. READ FIRST.
 
     no model --put_model--> starting --> serving <--reload_weights--> serving a newer version
                                             |
@@ -11,8 +11,8 @@ READ FIRST.
 A sampler that takes turns with the trainer on one GPU sleeps from `sleep` until the next version is
 loaded. Meanwhile it has no weights, and requests for samples are refused until later.
 
-`Running` (`running.py`) is the engine that runs, and decides whether it may sample a request.
-`weights/loading.py` loads versions into it. `running.py` decides who may ask, and ends requests.
+`running.py` has the engine that runs (`Running`), decides which requests it may sample, and ends
+requests that a newer load supersedes. `weights/loading.py` loads versions into the engine.
 
 One lock orders all calls that change the engine or its weights. /generate takes no lock: vLLM
 queues requests while it is paused. No request is remembered: whether a PUT or a reload was done is
@@ -44,7 +44,7 @@ from services.rollout.running import (
 )
 from services.rollout.weights.adapters import LoadedAdapter, LoadedAdapters
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.loading import Load, VerifiedAdapter, prove
+from services.rollout.weights.loading import Load, VerifiedAdapter, verify
 from services.rollout.weights.proofs import ExpectedVersion, expected_version
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.host.logs import get_logger
@@ -108,15 +108,15 @@ class Sampler:
         return self._running.serving if self._running else self._nothing
 
     @property
-    def told(self) -> ServingWeights:
-        """The weights that serve, the stage of an engine that starts, and the other orchestrator
-        whose job has the sampler."""
+    def status(self) -> ServingWeights:
+        """The weights that serve; the stage of an engine that is starting; and the other
+        orchestrator whose job has the sampler, if one has it."""
         doing = None
         if self._running is None and self._starting:
             stage = self._starter.stage()
             doing = f"{self._starting}: {stage}" if stage else str(self._starting)
-        told = {"doing": doing, "taken": self.ownership.taken()}
-        return self.serving.model_copy(update=told)
+        changes = {"doing": doing, "taken": self.ownership.taken()}
+        return self.serving.model_copy(update=changes)
 
     # --- the engine ------------------------------------------------------------------------------
 
@@ -138,9 +138,9 @@ class Sampler:
         self.copies.clear()
 
     async def put_model(self, request: ModelRequest) -> ServingWeights:
-        """Serves the model: at once if it is already served, else by a new engine. A model that
-        does not exist stops nothing. Raises Conflict: code "stale" for a superseded job, "taken"
-        while another orchestrator's job has the sampler."""
+        """Serves the model: at once if it is already served, else by a new engine. A request for a
+        model that does not exist leaves the running engine unchanged. Raises Conflict: code "stale"
+        for a superseded job, "taken" while another orchestrator's job has the sampler."""
         async with self._change:
             self._take_over(request)
             if request.job_id and self._running:
@@ -152,10 +152,10 @@ class Sampler:
             return serving
 
     async def unready(self) -> str | None:
-        """Returns why /generate would be refused, or None. Before the first model there is nothing
-        to wait for."""
+        """Returns why /generate would be refused, or None. Before the first model the sampler
+        counts as ready."""
         if self._running is None:
-            return self._starting.told if self._starting else self._not_started
+            return self._starting.starting if self._starting else self._not_started
         return await self._running.unready()
 
     async def ready_engine(self) -> Engine:
@@ -174,15 +174,15 @@ class Sampler:
         return self._running.engine.prompt_tokens() if self._running else (0, 0)
 
     async def _ready(self) -> Running:
-        """Returns the engine that may be asked for samples."""
+        """Returns the engine, if it can sample."""
         running = await self._alive()
         await running.check_ready()
         return running
 
     async def _alive(self) -> Running:
-        """Returns the engine that runs. Its weights may be unknown."""
+        """Returns the engine, if it runs. Its weights may be unknown."""
         if self._running is None and self._starting:
-            raise Unavailable(self._starting.told, code="starting")
+            raise Unavailable(self._starting.starting, code="starting")
         if self._running is None:
             raise StateLost(self._not_started or NO_MODEL)
         running = self._running
@@ -193,7 +193,7 @@ class Sampler:
         try:
             await self._starter.preload()
             async with self._change:
-                if model and self._running is None:  # else another call was faster
+                if model and self._running is None:  # otherwise a concurrent call has replaced it
                     await self._serve(EngineSpec(model=model))
         except HoneError as error:
             self._starting = None
@@ -263,7 +263,7 @@ class Sampler:
     async def _stop_engine(self) -> None:
         running, self._running, self._not_started = self._running, None, None
         self.copies.remove_adapters()
-        self.requests.lose("the engine was stopped; another one may take its place")
+        self.requests.lose("the engine was stopped; another one may replace it")
         if running:
             await running.engine.stop()
 
@@ -272,7 +272,7 @@ class Sampler:
     async def generate(self, request: GenerateRequest) -> RolloutGroup:
         """Returns the prompt's group `[G]`, sampled by weights of the job's epoch and of at least
         `min_version`. If nothing can be sampled after the prompt, a job gets failed rollouts as
-        data, and a request by hand gets BadRequest."""
+        data, and a request without a job gets BadRequest."""
         if request.answers:
             self._fences.check_asker(request)
             group = await given_group(request, (await self._alive()).engine)
@@ -286,8 +286,8 @@ class Sampler:
     async def _adapter_for(
         self, request: GenerateRequest, running: Running
     ) -> AbstractContextManager[Adapter | None]:
-        """Keeps the adapter that the request is sampled by loaded; None: the model's weights are
-        enough. Raises Conflict for weights that the request may not have."""
+        """Returns a context that keeps the request's adapter loaded; it yields None if the model's
+        weights are enough. Raises Conflict for weights that the request may not use."""
         if request.snapshot is None and not request.own_weights:
             self._fences.check(request, running.served_to(request.job_id).weights)
             running.check_version(request.min_version, request.job_id)
@@ -299,7 +299,7 @@ class Sampler:
         return running.adapters.using(await self._snapshot(request.snapshot, running))
 
     async def _snapshot(self, ref: AdapterWeights, running: Running) -> LoadedAdapter:
-        """Returns the adapter, loaded."""
+        """Returns the snapshot's adapter, after loading it if needed."""
         if held := running.adapters.snapshot(ref.adapter):
             return held
         async with self._change:
@@ -307,9 +307,9 @@ class Sampler:
             running.check_base()
             if held := running.adapters.snapshot(ref.adapter):
                 return held
-            proven = await prove(ref, running.expected, self.copies)
-            assert isinstance(proven, VerifiedAdapter), "the method is lora"
-            return await running.adapters.load_snapshot(ref, proven.copy)
+            verified = await verify(ref, running.expected, self.copies)
+            assert isinstance(verified, VerifiedAdapter), "the method is lora"
+            return await running.adapters.load_snapshot(ref, verified.copy)
 
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends the job's requests up to this fence, and refuses later ones; or ends only the
@@ -326,7 +326,7 @@ class Sampler:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncGenerator[Running]:
-        """Yields the engine to a caller who is no job, and changes nothing else meanwhile. Raises
+        """Yields the engine to a caller without a job, and blocks other changes meanwhile. Raises
         Conflict, code "taken", while a job has the sampler."""
         await self._ready()
         async with self._change:
@@ -334,9 +334,9 @@ class Sampler:
             yield await self._ready()
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
-        """Supersedes all older attempts and epochs, but those beside the asker, and ends their
-        requests. Raises Conflict if the asker is superseded itself, or is no job while one has the
-        sampler."""
+        """Supersedes all older attempts and epochs, except attempts that the caller names beside
+        itself, and ends their requests. Raises Conflict if the caller is superseded itself, or has
+        no job while a job has the sampler."""
         if asker.job_id is None:
             self.ownership.check()
         if self._fences.take_over(asker):
@@ -350,8 +350,8 @@ class Sampler:
             self._keep_holders(asker.job_id)
 
     def _keep_holders(self, job_id: str | None = None) -> None:
-        """Forgets the versions of attempts that may not use the sampler any more; the job's own
-        stay until it has others."""
+        """Forgets the versions of attempts that may no longer use the sampler; the job's own are
+        kept until it has others."""
         if self._running:
             self._running.keep(
                 lambda weights: weights.job_id == job_id or not self._fences.are_superseded(weights)
@@ -360,9 +360,9 @@ class Sampler:
     # --- weights ---------------------------------------------------------------------------------
 
     async def reload_weights(self, request: WeightsRef) -> ServingWeights:
-        """Loads this version and returns what serves then. If the version serves already, it is not
-        loaded, except with `again`. An older version of the same epoch is refused. Nothing changes
-        until the version is proven."""
+        """Loads this version and returns the weights that serve then. If the version serves
+        already, it is not loaded, except with `again`. An older version of the same epoch is
+        refused. Nothing changes until the version is verified."""
         await self._alive()
         async with self._change:
             running, ref = await self._alive(), request.root
@@ -378,11 +378,11 @@ class Sampler:
     async def check_weights(self) -> CheckedWeights:
         """Returns which of the engine's tensors differ from the version that serves."""
         async with self._change:
-            return await (await self._ready()).checked()
+            return await (await self._ready()).check_weights()
 
     async def sleep(self, request: SleepRequest) -> ServingWeights:
-        """Frees the GPU's memory until a version is loaded. Until then nothing serves, and requests
-        under way are lost. A sampler that sleeps stays asleep."""
+        """Frees the GPU's memory until a version is loaded. Until then nothing is served, and
+        requests under way are lost. Does nothing if the sampler sleeps already."""
         async with self._change:
             running = await self._alive()
             self._take_over(request)

@@ -1,8 +1,8 @@
 """The trainer's HTTP routes. Each passes its body to the ranks and returns their answer.
 
 The table of operations gets no natural keys: it would still answer step 3 of a job that was
-replaced since. The ranks know which steps were applied to their weights (`trainer.py`), take one
-command at a time, and answer a repeated command again.
+replaced meanwhile. The ranks know which steps were applied to their weights (`trainer.py`), take
+one command at a time, and answer a repeated command again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from services.trainer.disk.weights import published_file
+from services.trainer.publishing import published_file
 from services.trainer.trainer import Trainer
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.ownership import asking
@@ -55,7 +55,7 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
     ),
     (
         "restarts",
-        "How often the ranks were started again after a failure",
+        "Restarts of the ranks after a failure",
         lambda state: state.restarts,
     ),
 )
@@ -73,8 +73,8 @@ def create_service(
     problem: Problem = lambda _job: None,
     doing: Callable[[], str | None] = lambda: None,
 ) -> Service:
-    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's. `doing` returns what
-    takes long now, if it is not the requested work."""
+    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's. `doing` returns a
+    sentence on work that takes long now and was not requested, if there is any."""
 
     async def of_use() -> str | None:
         return problem(trainer.state().job_id)
@@ -108,8 +108,8 @@ def _add_job(service: Service, trainer: Trainer, run: Run, doing: Callable[[], s
 
     async def state() -> TrainerState:
         """The job that is loaded and its last applied step."""
-        told = {"doing": doing(), "taken": ownership.taken()}
-        return trainer.state().model_copy(update=told)
+        changes = {"doing": doing(), "taken": ownership.taken()}
+        return trainer.state().model_copy(update=changes)
 
     async def release(request: ReleaseRequest) -> Released:
         """Frees the trainer from the job, so that other orchestrators may take it."""
@@ -122,11 +122,11 @@ def _add_job(service: Service, trainer: Trainer, run: Run, doing: Callable[[], s
 
 
 def _add_training(service: Service, run: Run) -> None:
-    step_seconds = service.gauge("step_seconds", "How long the last step took")
+    step_seconds = service.gauge("step_seconds", "Duration of the last step")
 
     async def train_step(request: TrainStepRequest) -> StepResult:
-        """Applies one training step. The same step again, with the same body, gives the same answer
-        and moves nothing."""
+        """Applies one training step. A repetition with the same body gives the same answer and
+        changes no weight."""
         result = cast(StepResult, await run("train_step", request))
         step_seconds.set(result.train_s)
         return result
@@ -136,13 +136,13 @@ def _add_training(service: Service, run: Run) -> None:
         return cast(ForwardResult, await run("forward", request))
 
     async def forward_backward(request: ForwardBackwardRequest) -> ForwardBackwardResult:
-        """Adds the gradient of examples to the next optimizer step's. The same operation again,
-        with the same body, gives the same answer and adds nothing."""
+        """Adds the gradient of examples to the next optimizer step's. A repetition with the same
+        body gives the same answer and adds nothing."""
         return cast(ForwardBackwardResult, await run("forward_backward", request))
 
     async def optim_step(request: OptimStepRequest) -> OptimStepResult:
-        """Changes the weights by the gradient since the last optimizer step. The same operation
-        again, with the same body, gives the same answer and moves nothing."""
+        """Changes the weights by the gradient since the last optimizer step. A repetition with the
+        same body gives the same answer and changes no weight."""
         return cast(OptimStepResult, await run("optim_step", request))
 
     async def publish_weights(request: PublishRequest) -> WeightsRef:

@@ -1,7 +1,7 @@
 """The interfaces under the trainer: a training engine, and the ranks that act together on it. The
 only real engine is in `zero/deepspeed_engine.py`; several ranks are `processes/rendezvous.py`.
 
-This seam exists so that the trainer's own rules (order, repetition, faults) are tested without
+This seam exists so that the trainer's own rules (order, repetition, faults) can be tested without
 DeepSpeed and torch.
 """
 
@@ -65,8 +65,8 @@ class Engine(Protocol):
     The `save_` methods get an existing folder that all ranks see. `save_weights`, `save_adapter`
     (of a job with LoRA) and `save_checkpoint` gather tensors from the ranks and write on rank 0;
     `save_state` writes each rank's share, and `load_state` reads it into a new engine
-    (`zero/state.py`). `without` says which saving of time the model cannot have, and why ("": it
-    has all).
+    (`zero/state.py`). `without` says which optimizations the model cannot use, and why ("": it uses
+    all).
     """
 
     dtype: str
@@ -96,7 +96,7 @@ class Engine(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """How many calls of `forward_backward` the gradient so far is of."""
+        """The number of `forward_backward` calls in the gradient so far."""
         ...
 
     def forward_backward(
@@ -111,18 +111,18 @@ class Engine(Protocol):
         ...
 
     def swap_out(self) -> object:
-        """Ends the turn of the job, and returns what is its own, in host memory: adapter,
-        optimizer, random numbers, gradient. Only of a job that `shares_as` something."""
+        """Ends the job's turn, and returns the job's own state in host memory: adapter, optimizer,
+        random numbers, gradient. Only for a job that `shares_as` other ones."""
         ...
 
     def swap_in(self, job: Job, aside: Any) -> None:
-        """Begins the turn of a job that shares the engine: continues from a result of `swap_out`,
-        or at the job's start (None)."""
+        """Begins the turn of a job that shares the engine: from a result of `swap_out`, or at the
+        job's start (None)."""
         ...
 
     def canary(self) -> Canary | None:
-        """Returns what the weights give a fixed sequence, for samplers to compare with; None if
-        that is not finite."""
+        """Returns the weights' log-probs of a fixed sequence, which samplers compare with theirs;
+        None if they are not finite."""
         ...
 
     def save_weights(self, folder: Path) -> dict[str, str]:
@@ -132,8 +132,8 @@ class Engine(Protocol):
     def save_adapter(self, folder: Path) -> None: ...
 
     def live_weights(self) -> Mapping[str, Any]:
-        """Returns the tensors that `save_weights` writes, whole, where they are trained: until the
-        next update. Raises BadRequest where there are no such."""
+        """Returns the tensors that `save_weights` writes, whole, on the device where they are
+        trained; valid until the next update. Raises BadRequest if no rank has whole tensors."""
         ...
 
     def save_checkpoint(self, folder: Path) -> None: ...
@@ -141,7 +141,7 @@ class Engine(Protocol):
     def save_state(self, folder: Path) -> None: ...
 
     def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Continues from what `save_state` wrote, or without `optimizer` from its weights alone."""
+        """Continues from the files of `save_state`; without `optimizer` from their weights only."""
         ...
 
     def offload(self) -> None:
@@ -165,8 +165,8 @@ SaveAll = Callable[[Path], Any]
 
 
 class Ranks:
-    """How ranks act together and agree on one outcome. This is one rank alone; `Channel` is
-    several, over torch.distributed.
+    """How ranks act together and agree on one outcome. This class is for a single rank; `Channel`
+    is for several, over torch.distributed.
 
     An error on one rank is an error of all. A rank that fails while others wait for it inside one
     of the engine's collectives cannot tell them by another collective. So it first reports the
@@ -185,7 +185,7 @@ class Ranks:
         return [value]
 
     def report_failure(self, error: HoneError) -> None:
-        """Reports why this rank will not join the collective in which others may wait."""
+        """Reports why this rank will not join the collective in which other ranks may wait."""
 
     def clear_failure(self) -> None:
         """Clears the report: the ranks are in step again."""
@@ -220,8 +220,8 @@ class Ranks:
         """Runs `lead(save_all)` on rank 0, and returns its result there and None elsewhere.
 
         `lead` makes a folder and calls `save_all(folder)` once, or not at all. Then every rank runs
-        every phase with that folder, each when all have done the one before; `save_all` returns
-        what the last one returned, by rank. No rank returns before `lead` has.
+        the phases with that folder, each phase after all ranks have done the one before; `save_all`
+        returns the results of the last phase, by rank. No rank returns before `lead` has.
         """
         if self.rank:
             folder: Path | None = self.broadcast(None)

@@ -1,5 +1,5 @@
-"""The loaded jobs: each one's engine, progress and learning rate, how its checkpoints are written,
-and how jobs take turns on one engine.
+"""The loaded jobs: the engine, progress and learning rate of each, its checkpoints, and the turns
+of several jobs on one engine.
 
 If the nodes share a volume that needs commands to show new files, each node commits its own files
 and refreshes the others' before it uses them.
@@ -23,8 +23,8 @@ from services.trainer.disk.checkpoints import (
     read_manifest,
 )
 from services.trainer.disk.folders import write_atomically
-from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine, Ranks, SaveAll
+from services.trainer.publishing import Publisher
 from shared.errors import BadRequest
 from shared.host.disk import run_for_volume
 from shared.host.logs import get_logger
@@ -62,17 +62,17 @@ class LoadedJob:
     last: tuple[str, StepResult | ForwardBackwardResult | OptimStepResult] | None = None
     canary: tuple[int, Canary | None] | None = None
 
-    def resume(self, found: ResumePoint) -> None:
-        """Resumes from the found checkpoint, if there is one, and else begins with the checkpoint
-        that the job names. Raises Conflict for a checkpoint of another model."""
-        self.damaged = found.damaged
-        if found.path is None or found.manifest is None:
+    def resume(self, point: ResumePoint) -> None:
+        """Resumes from the checkpoint of `point`, if there is one; otherwise begins with the
+        checkpoint that the job names. Raises Conflict for a checkpoint of another model."""
+        self.damaged = point.damaged
+        if point.path is None or point.manifest is None:
             training = self.request.job.training
             if training.start_from is not None:
                 self._begin_with(Path(training.start_from), optimizer=training.start_optimizer)
             return
-        self.engine.load_state(found.path / STATE)
-        manifest = found.manifest
+        self.engine.load_state(point.path / STATE)
+        manifest = point.manifest
         self.step = self.resumed_step = manifest.step
         self.skipped_steps = manifest.skipped_steps
         if manifest.last_body is not None and manifest.last_result is not None:
@@ -148,12 +148,12 @@ class RunsVolume:
             run_for_volume(self.commit, "the checkpoint cannot be committed")
 
     def show(self) -> None:
-        """Commits this node's files, so that other nodes see them after `look`."""
+        """Commits this node's files, so that other nodes see these after `look`."""
         if self.is_shared:
             self.keep()
 
     def look(self) -> None:
-        """Shows this node the files of the others."""
+        """Makes the files of the other nodes visible on this one."""
         if self.is_shared and self.speaks:
             run_for_volume(self.refresh, "the other nodes' part of a checkpoint cannot be seen")
 
@@ -204,10 +204,10 @@ class Turns:
     """The loaded jobs of one rank, which take turns on one engine: LoRA adapters of one base model,
     each with its own optimizer, random numbers and step.
 
-    The job whose turn it is (`current`) has its adapter in the engine, the others have theirs in
-    host memory. A turn begins with a request of the job; `turn_s` is how long the last change took.
-    A lost engine is started again with the next turn, and no other job loses anything by it. Every
-    rank calls the same methods in the same order.
+    The adapter of the job whose turn it is (`current`) is in the engine, the adapters of the others
+    are in host memory. A turn begins with a request of the job; `turn_s` is how long the last
+    change took. A lost engine is started again with the next turn, without loss for the other jobs.
+    Every rank calls the same methods in the same order.
     """
 
     def __init__(self, ranks: Ranks, start_engine: Callable[[Job], Engine]) -> None:
@@ -224,35 +224,35 @@ class Turns:
         return len(self._away) + (self.current is not None)
 
     def job_ids(self) -> tuple[str, ...]:
-        """Returns the ids of the loaded jobs, first that whose turn it is. Safe to call from
-        another thread."""
+        """Returns the ids of the loaded jobs, beginning with the job whose turn it is. Safe to call
+        from another thread."""
         current = self.current
         ids = [current.request.job_id] if current else []
         return (*ids, *(job_id for job_id in [*self._away] if job_id not in ids))
 
     def find(self, job_id: str) -> LoadedJob | None:
-        """Returns the loaded job of this id, whether it is its turn or not."""
+        """Returns the loaded job of this id, whether or not it is its turn."""
         current = self.current
         if current and current.request.job_id == job_id:
             return current
         return self._away.get(job_id)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what the present command's change of turns took, if it was one."""
+        """Returns the seconds of the present command's change of turns, if there was one."""
         return {"time/turn": self.turn_s or 0.0} if self._took_turn else {}
 
     def new_command(self) -> None:
-        """A command begins, which has had no turn yet."""
+        """Notes that a new command begins, without a change of turns so far."""
         self._took_turn = False
 
     def begin(self, loaded: LoadedJob) -> None:
-        """Begins the turn of a loaded job, if it is another's."""
+        """Begins the turn of a loaded job, unless it is its turn already."""
         if loaded is self.current:
             return
         started = time.monotonic()
         try:
             loaded.engine = self._turn_to(loaded.job, loaded.aside)
-        except Exception:  # undone and raised again: its newest checkpoint is loaded in its place
+        except Exception:  # undone and raised again; its newest checkpoint is loaded later
             self.free(loaded.request.job_id)
             raise
         loaded.aside = None
@@ -263,25 +263,25 @@ class Turns:
         )
 
     def engine_for(self, job: Job) -> Engine:
-        """Returns the engine with a job at its start, which is about to become `current`: a new
-        one, unless other jobs share the engine."""
+        """Returns the engine with a job at its start, for a job that will be `current`: a new
+        engine, unless other jobs share the present one."""
         return self._turn_to(job, None)
 
     def _turn_to(self, job: Job, aside: object) -> Engine:
-        """Returns the engine with the job in it. If that fails on any rank it fails on all, no one
-        has the turn, and the engine is closed."""
+        """Returns the engine with the job in it. If that fails on any rank it fails on all: the
+        engine is then closed, and it is no job's turn."""
         self._took_turn = True
         try:
             if (before := self.current) and (engine := self._engine):
-                found: list[object] = []
-                self._ranks.on_all_ranks(lambda: found.append(engine.swap_out()))
-                before.aside = found[0]
+                swapped_out: list[object] = []
+                self._ranks.on_all_ranks(lambda: swapped_out.append(engine.swap_out()))
+                before.aside = swapped_out[0]
                 self.current, self._away[before.request.job_id] = None, before
             self._ranks.on_all_ranks(lambda: self._exchange(job, aside))
-        except BaseException:  # undone and raised again: half of it may be in the engine
+        except BaseException:  # undone and raised again: the engine may contain half of it
             self.close_engine()
             raise
-        assert self._engine is not None, "the exchange has made it"
+        assert self._engine is not None, "the exchange sets it on every rank"
         return self._engine
 
     def _exchange(self, job: Job, aside: object) -> None:
@@ -292,14 +292,14 @@ class Turns:
 
     def free(self, job_id: str) -> None:
         """Frees a job, if it is loaded. The engine stays for the others."""
-        found = self.find(job_id)
-        if found is None:
+        loaded = self.find(job_id)
+        if loaded is None:
             return
         self._away.pop(job_id, None)
-        if found is self.current:
+        if loaded is self.current:
             self.current = None
-        found.close()
-        get_logger().info("job unloaded", job=job_id, step=found.step)
+        loaded.close()
+        get_logger().info("job unloaded", job=job_id, step=loaded.step)
 
     def keep(self, stays: Callable[[LoadedJob], bool]) -> int:
         """Frees the jobs that do not stay, and returns how many do."""
@@ -309,7 +309,7 @@ class Turns:
         return self.num_jobs
 
     def close_engine(self) -> None:
-        """Frees the engine: of the job whose turn it is nothing is left."""
+        """Frees the engine, and with it the job whose turn it is."""
         engine, self._engine = self._engine, None
         if self.current:
             self.free(self.current.request.job_id)
@@ -339,8 +339,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
 def learning_rate(job: Job, step: int) -> float:
     """Returns the rate of `step`, from 1: a pure function, so no state is saved or restored.
 
-    The steps of `[warmup]` have its own rate. Without these steps, with s the step, S the job's
-    steps and w its `warmup_steps`,
+    The steps of `[warmup]` have that section's rate. Not counting these, with s the step, S the
+    job's steps and w its `warmup_steps`,
 
         s <= w    peak * s / w
         s > w     min + (peak - min) * f(p),  p = (s - max(w, 1)) / (S - max(w, 1))

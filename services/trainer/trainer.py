@@ -20,11 +20,11 @@ from typing import TypeVar, cast
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import ResumePoint, newest_step, newest_undamaged
 from services.trainer.disk.folders import sweep
-from services.trainer.disk.weights import Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, PassBudget, Ranks, SaveAll, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.loaded import LoadedJob, RunsVolume, Turns, learning_rate, save_checkpoint
 from services.trainer.processes.launcher import RestartHistory
+from services.trainer.publishing import Publisher, volume_dir
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec
@@ -59,11 +59,11 @@ class Seams:
     """Functions that a trainer gets from outside. `start_engine` loads a model; `check_job` says
     first whether it can, before memory is freed for it; `fingerprint` tells one model from another.
 
-    `writing` is entered while a checkpoint is written, and refuses to be if the trainer stops.
-    `remember_job` keeps the loaded job for restarted ranks. `remember_budget` keeps for them what
-    of a micro-batch fits into memory, and `budget` returns it, or what the job says.
-    `device_fault` says why this rank's device cannot be used any more; None: it works. `gpu` is the
-    UUID of the GPU that this rank computes on; None: a CPU.
+    `writing` is entered while a checkpoint is written, and raises an error if the trainer is
+    stopping. `remember_job` keeps the loaded job for restarted ranks. `remember_budget` keeps for
+    them the micro-batch budget that fits into memory, and `budget` returns it, or the job's own.
+    `device_fault` returns why this rank's device cannot be used any more; None: it works. `gpu` is
+    the UUID of the GPU that this rank computes on; None: a CPU.
     """
 
     check_job: Callable[[Job], None]
@@ -81,10 +81,10 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """One rank's part of the service. `past`: what became of the ranks before these.
+    """One rank's part of the service. `past`: how often the ranks were restarted, and why.
 
-    Only the caller of the newest PUT /job, by attempt and epoch, is obeyed, and the attempts that
-    it named beside itself, even if the job could not be loaded. Requests with an older fence are
+    Only the newest caller of PUT /job, by attempt and epoch, is accepted, with the attempts that it
+    named beside itself, even if its job could not be loaded. Requests with an older fence are
     refused as stale. Fences of different Redis servers cannot be compared
     (`shared/http/ownership.py`). Jobs that share the engine take turns (`Turns`).
     """
@@ -121,10 +121,10 @@ class Trainer:
         self._ranks.on_all_ranks(lambda: self._seams.check_job(request.job))
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
         self._ranks.on_all_ranks(self._runs.look)
-        found = newest_undamaged(self._ranks, folder, request, model)
+        point = newest_undamaged(self._ranks, folder, request, model)
         self._free_superseded(request, model)
         started = time.monotonic()
-        loaded = self._resumed(request, model, found)
+        loaded = self._resumed(request, model, point)
         if self._ranks.rank == 0:
             sweep(folder)
             sweep(volume_dir(self._settings.runs_dir, request.job_id))
@@ -141,8 +141,8 @@ class Trainer:
         return self.state(loaded)
 
     def _let_in(self, request: TrainerJob) -> None:
-        """Supersedes older attempts, but the ones that the request names beside itself. Raises
-        Conflict if it is superseded itself."""
+        """Supersedes older attempts, except the attempts that the request names beside itself.
+        Raises Conflict if it is superseded itself."""
         newest = self._newest
         if newest and not _same_owner(request, newest):
             self._holders = Holders()
@@ -166,7 +166,7 @@ class Trainer:
             self.unload()
 
     def _remember(self) -> None:
-        """Keeps the newest attempt's job for restarted ranks, else they would let older ones in."""
+        """Keeps the newest attempt's job for restarted ranks, else they would accept older ones."""
         self._seams.remember_job(self._newest)
 
     def _continued(self, loaded: LoadedJob, request: TrainerJob) -> TrainerState:
@@ -178,8 +178,8 @@ class Trainer:
         return self.state(loaded)
 
     def train_step(self, request: TrainStepRequest) -> StepResult:
-        """Applies the next step. The last step again, with the same body, returns its result again
-        and changes no weight."""
+        """Applies the next step. A repetition of the last step, with the same body, returns the
+        same result and changes no weight."""
         loaded = self._job(request)
 
         def apply() -> StepResult:
@@ -197,7 +197,7 @@ class Trainer:
 
     def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardResult:
         """Adds the gradient of the examples' loss to the next `optim_step`'s, as the next
-        operation. The last operation again, with the same body, only returns its result again."""
+        operation. The last operation again, with the same body, returns its result."""
         loaded, started = self._job(request), time.monotonic()
 
         def apply() -> ForwardBackwardResult:
@@ -213,8 +213,7 @@ class Trainer:
 
     def optim_step(self, request: OptimStepRequest) -> OptimStepResult:
         """Changes the weights by the gradient of the calls since the last optimizer step, as the
-        next operation. The last operation again, with the same body, only returns its result
-        again."""
+        next operation. The last operation again, with the same body, returns its result."""
         loaded, started = self._job(request), time.monotonic()
 
         def apply() -> OptimStepResult:
@@ -228,8 +227,8 @@ class Trainer:
         return self._in_order(loaded, request, apply)
 
     def _in_order(self, loaded: LoadedJob, request: Numbered, apply: Callable[[], R]) -> R:
-        """Returns what the job's next operation does, or what the last one did if the request is
-        that again."""
+        """Returns the result of the job's next operation, or of the last operation if the request
+        repeats it."""
         fingerprint = _fingerprint(request)
         if loaded.last and request.step == loaded.step:
             if loaded.last[0] != fingerprint:
@@ -253,7 +252,7 @@ class Trainer:
         return result
 
     def forward(self, request: ForwardRequest) -> ForwardResult:
-        """Returns what the weights of the last applied step give the examples. Changes nothing."""
+        """Returns the examples' log-probs by the weights of the last step. Changes nothing."""
         loaded = self._job(request)
         if request.step != loaded.step:
             raise Conflict(
@@ -290,7 +289,7 @@ class Trainer:
         save = engine.save_adapter if is_adapter else engine.save_weights
         try:
             published = self._ranks.write(lead, save)
-        finally:  # on every rank, also where rank 0 alone failed: the sampler takes its turn
+        finally:  # on every rank, also if only rank 0 failed: the sampler's turn on the GPU begins
             if self._settings.colocate:
                 self._ranks.on_all_ranks(engine.offload)
         return published and published.model_copy(update={"canary": canary})
@@ -323,7 +322,8 @@ class Trainer:
                 code="out_of_order",
             )
         if known:
-            self._ranks.from_rank_0(self._runs.keep)  # which may have failed when it was written
+            # the removal may have failed when the checkpoint was written
+            self._ranks.from_rank_0(self._runs.keep)
             return known if self._ranks.rank == 0 else None
         with ExitStack() as stack:
             self._ranks.on_all_ranks(lambda: stack.enter_context(self._seams.writing()))
@@ -388,7 +388,7 @@ class Trainer:
         self._turns.free_shared_memory()
 
     def give_up(self, job_id: str) -> None:
-        """Frees a job of which ranks disagree whether it is loaded; others are in host memory."""
+        """Frees a job that only some ranks have loaded. Other jobs' state stays, in host memory."""
         self._turns.free(job_id)
         self._turns.close_engine()
         if self._ranks.rank == 0 and not self._turns.num_jobs:
@@ -402,10 +402,10 @@ class Trainer:
             raise _stale(request, self._newest)
         loaded = self._turns.find(request.job_id)
         if loaded is None:
-            found = self._turns.job_ids()
-            if not found:
+            loaded_ids = self._turns.job_ids()
+            if not loaded_ids:
                 raise StateLost(f"got job {request.job_id!r}, but no job is loaded; PUT /job first")
-            names = " or ".join(map(repr, found))
+            names = " or ".join(map(repr, loaded_ids))
             raise StateLost(f"got job {request.job_id!r}, expected {names}, the one loaded")
         current = loaded.request
         if request.fence < current.fence:
@@ -425,7 +425,7 @@ class Trainer:
         tokens = min(budget.tokens for budget in budgets)
         return PassBudget(tokens, any(budget.recomputes for budget in budgets)).applied(request.job)
 
-    def _resumed(self, request: TrainerJob, model: str, found: ResumePoint) -> LoadedJob:
+    def _resumed(self, request: TrainerJob, model: str, point: ResumePoint) -> LoadedJob:
         """Returns the job at its checkpoint, or at its start if there is none."""
         job = self._fitting(request)
         engine = self._turns.engine_for(job)
@@ -435,30 +435,31 @@ class Trainer:
             publisher.close()
         loaded = LoadedJob(request, model, job, engine, publisher)
         try:
-            loaded.resume(found)
-        except BaseException:  # undone and raised again, whatever it was
+            loaded.resume(point)
+        except BaseException:  # undone and raised again, for every kind of error
             self._turns.close_engine()
             raise
         self._turns.current = loaded
         return loaded
 
     def _trained(self, loaded: LoadedJob, train: Callable[[], T]) -> T:
-        """Returns what `train` does with the engine. If it breaks off in a way that the engine
-        cannot undo, frees the job and the engine; jobs that share it are in host memory."""
+        """Returns the result of `train`, which uses the engine. If it fails in a way that the
+        engine cannot undo, frees the job and the engine; other jobs' state stays, in host
+        memory."""
         if loaded.publisher is not None:
-            loaded.publisher.stop_sending()  # what is sent must not change
+            loaded.publisher.stop_sending()  # tensors that are being sent must not change
         if self._settings.colocate:
             loaded.engine.reload()
         try:
             return train()
         except HoneError:
             raise
-        except BaseException as error:  # undone and raised again, whatever it was
+        except BaseException as error:  # undone and raised again, for every kind of error
             if isinstance(error, OutOfMemory) and error.budget:
                 self._seams.remember_budget(loaded.request, error.budget)
             # An update that died on the way leaves half-filled gradient buckets: nothing can be
-            # trained on top of them. If it died of another rank's death, the next life loads the
-            # job again: it is not forgotten.
+            # trained on top of them. If it failed because another rank died, the restarted ranks
+            # load the job again, so it is not forgotten.
             self._turns.free(loaded.request.job_id)
             self._turns.close_engine()
             raise

@@ -6,7 +6,7 @@ its own: this process is rank 0, and the sampler's processes are the other ranks
 is late, dies or hangs does not disturb the others. Samplers are served one after another. They meet
 the trainer in one of torch's stores (`shared/weights/meeting.py`).
 
-**Shared memory.** Nothing is sent: a CUDA IPC handle says where a tensor lies.
+**Shared memory.** Nothing is sent: a CUDA IPC handle says where a tensor is.
 
 **Files**, in the safetensors format: 8 bytes of length, a JSON header, and the tensors one after
 the other. The safetensors library copies every tensor in memory before it writes it, and a digest
@@ -49,7 +49,7 @@ from shared.weights.meeting import ASKED, MEET_S, TURN, nth_asked, surviving_pee
 from shared.wire import SentTensor, SharedTensor
 
 CHUNK_BYTES = 256 << 20
-"""About the bytes of one broadcast. Both sides need that much memory in addition to the weights."""
+"""Approximate bytes of one broadcast. Both sides need that much memory beside the weights."""
 
 POLL_S = 0.02
 
@@ -140,7 +140,7 @@ class Broadcast:
                     own = PrefixStore(name, store)
                     own.set(TURN, "")
                     self._send(own, int(num_ranks))
-                except (RuntimeError, ValueError, TimeoutError) as error:  # the sampler is gone
+                except (RuntimeError, ValueError, TimeoutError) as error:  # the sampler has ended
                     reason = str(error).splitlines()[0]
                     get_logger().warning("weights not sent", port=self.port, reason=reason)
 
@@ -148,7 +148,7 @@ class Broadcast:
     def _send(self, store: Store, num_ranks: int) -> None:
         device = self._tensors[self._chunks[0][0]].device
         member = Member(store, num_ranks + 1, device, self._host, self._timeout)
-        join = self._join  # a thread that hangs in it must not keep the tensors
+        join = self._join  # a thread that hangs here must not keep the tensors alive
         group = run_with_timeout(self._meet_s, lambda: check_group(join, member))
         if device.type == "cuda":
             torch.cuda.set_device(device)  # this thread has no device yet
@@ -158,7 +158,7 @@ class Broadcast:
                 group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
         finally:
             if device.type == "cuda":
-                group.abort()  # an orderly end would wait for a sampler that is gone
+                group.abort()  # a graceful end would wait for a sampler that has ended
 
 
 def check_group(join: Callable[[Member], Any], member: Member) -> Any:
@@ -226,16 +226,16 @@ def is_everywhere(host: str) -> bool:
 def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:
     """Returns the names in order, in chunks. A chunk has one dtype, so that each tensor begins at a
     multiple of its element's size. A tensor of more than `max_bytes` is a chunk of its own."""
-    found: list[list[str]] = []
+    chunks_so_far: list[list[str]] = []
     size_bytes = 0
     for name, tensor in tensors.items():
-        fits = found and size_bytes + tensor.nbytes <= max_bytes
-        if not fits or tensors[found[-1][0]].dtype != tensor.dtype:
-            found.append([])
+        fits = chunks_so_far and size_bytes + tensor.nbytes <= max_bytes
+        if not fits or tensors[chunks_so_far[-1][0]].dtype != tensor.dtype:
+            chunks_so_far.append([])
             size_bytes = 0
-        found[-1].append(name)
+        chunks_so_far[-1].append(name)
         size_bytes += tensor.nbytes
-    return found
+    return chunks_so_far
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -255,8 +255,8 @@ def gpu_of(device: torch.device) -> str | None:
 
 
 def share(tensors: Mapping[str, Tensor]) -> tuple[str, tuple[SharedTensor, ...]]:
-    """Returns the GPU, and where each tensor lies in its memory. The tensors must not change or be
-    freed until the sampler has read them. Raises BadRequest on a CPU."""
+    """Returns the GPU, and the location of each tensor in its memory. The tensors must not change
+    or be freed until the sampler has read them. Raises BadRequest on a CPU."""
     device = next(iter(tensors.values())).device
     gpu = gpu_of(device)
     if gpu is None:
@@ -294,8 +294,8 @@ STORAGES = SharedStorages()
 
 
 def location(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns where a storage lies: the arguments of torch's `rebuild_cuda_tensor` that another
-    process cannot know alone."""
+    """Returns the location of a storage: the arguments of torch's `rebuild_cuda_tensor` that
+    another process needs from this one."""
     (_, _, _, _, _, _, _, handle, size_bytes, offset_bytes, _, *counter) = args
     counter_handle, counter_offset, event_handle, event_sync_required = counter
     return {
@@ -326,15 +326,15 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""safetensors' names."""
+"""The names of dtypes in safetensors."""
 
 ALIGNMENT = 8
-"""The header ends at a multiple of so many bytes, as the library's does."""
+"""The header ends at a multiple of this many bytes, as in the safetensors library."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> dict[str, str]:
-    """Writes the tensors, of any device, and returns the digest of each. A file that is there is
-    written over, in the memory that it has."""
+    """Writes the tensors, of any device, and returns the digest of each. An existing file is
+    overwritten in place, in the memory that it has."""
     header, begins = _header(tensors)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

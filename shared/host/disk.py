@@ -24,7 +24,7 @@ from shared.errors import Busy, Failed
 Data = bytes | memoryview
 
 LOCK_S = 10.0
-"""Seconds to wait for a lock. Who has one may be copying a large file."""
+"""Seconds to wait for a lock. Its holder may be copying a large file."""
 
 LOOK_AT_LOCK_S = 0.02
 
@@ -55,7 +55,7 @@ def create_file(path: Path, data: Data) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder and those above it that are missing."""
+    """Makes the folder and its missing parents."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -63,19 +63,20 @@ def make_folder(path: Path) -> None:
 
 
 def own_folder(path: Path) -> None:
-    """Makes the folder, for this user only. Raises Failed if another user may have made it: it is a
-    link or another user's folder, in a folder that others may write into."""
+    """Makes the folder, for this user only. Raises Failed if another user may have made it: a link,
+    or another user's folder, in a folder that others may write into."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        if path.parent.stat().st_mode & 0o022:  # /tmp and /dev/shm let no one replace another's
+        if path.parent.stat().st_mode & 0o022:
+            # /tmp and /dev/shm let no user replace another user's entry
             _make_own(path)
 
 
 def _make_own(path: Path) -> None:
-    """Removes other users' write permission on the folder. Raises Failed for a folder that is not
-    this user's."""
+    """Removes other users' write permission on the folder. Raises Failed for another user's
+    folder."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -146,8 +147,8 @@ def locked(path: Path) -> Generator[None]:
                 break
             time.sleep(LOOK_AT_LOCK_S)
     raise Busy(
-        f"others have had {str(path)!r} locked for {LOCK_S:g} s; ask again, and if it stays so, "
-        "look for an orchestrator that hangs"
+        f"{str(path)!r} has been locked by others for {LOCK_S:g} s; try again, and if it stays "
+        "locked, look for an orchestrator that hangs"
     )
 
 
@@ -163,9 +164,9 @@ _thread_locks_guard = threading.Lock()
 
 @contextlib.contextmanager
 def _first_in_process(path: Path, until: float) -> Generator[bool]:
-    """Yields whether no other thread of this process is here, by `until` (time.monotonic). Only one
-    thread looks at the file's lock: hundreds that look 50 times a second would let no other thread
-    work."""
+    """Yields whether this is the only thread of the process here, by `until` (time.monotonic). Only
+    one thread polls the file's lock: hundreds that poll 50 times a second would block all other
+    threads."""
     with _thread_locks_guard:
         ours = _thread_locks.setdefault(path, _ThreadLock())
         ours.num_users += 1
@@ -215,7 +216,7 @@ def run_for_volume(command: str | None, purpose: str) -> None:
             timeout=DEADLINE_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{purpose}: {command!r} was not run to its end: {error}") from error
+        raise Failed(f"{purpose}: {command!r} did not finish: {error}") from error
     if ended.returncode:
         why = (ended.stderr or ended.stdout).strip()[-500:]
         raise Failed(f"{purpose}: {command!r} ended with exit code {ended.returncode}: {why}")

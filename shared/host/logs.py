@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported where it is used, so a command that logs nothing s
     Logger = structlog.stdlib.BoundLogger
 
 API_KEY = re.compile(r"hone_(?P<name>[a-z0-9-]{1,40})_[A-Za-z0-9_-]{43}")
-"""The secret of a named API key. In logs only the name is left of it."""
+"""The secret of a named API key. Logs show only its name."""
 
 SESSION_KEY = re.compile(r"sk-hone-[A-Za-z0-9_-]{43}")
 """The key of an agent's session."""
@@ -90,8 +90,8 @@ def _lines_on_stderr() -> None:
 
 
 def _console() -> Any:
-    """Returns what writes a line for people. A traceback is as Python writes it: by default rich
-    shows all local variables, which may hold secrets, and takes seconds."""
+    """Returns the renderer of lines for people. It writes tracebacks as Python does: rich by
+    default shows all local variables, which may hold secrets, and takes seconds."""
     import structlog
 
     return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -106,10 +106,10 @@ def get_logger() -> Logger:
 
 
 def request_id() -> str:
-    """Returns the id of the request that is being answered. Otherwise returns a new id for a
-    request to be made. It contains the current job's id, if any, so that one search finds a job in
+    """Returns the id of the request that is being answered. Without one returns a new id, for a
+    request to be sent. It contains the current job's id, if any, so that one search finds a job in
     the logs of all services."""
-    if "structlog" not in sys.modules:  # nothing was bound
+    if "structlog" not in sys.modules:  # no id is bound
         return secrets.token_hex(8)
     import structlog
 
@@ -119,14 +119,14 @@ def request_id() -> str:
 
 
 def of_request(id: str) -> AbstractContextManager[None]:
-    """Every log line in the block has the request id."""
+    """Adds the request id to every log line in the block."""
     import structlog
 
     return structlog.contextvars.bound_contextvars(request_id=id)
 
 
 def of_job(job_id: str) -> None:
-    """Every later log line of this task has the job's id."""
+    """Adds the job's id to every later log line of this task."""
     import structlog
 
     structlog.contextvars.bind_contextvars(job=job_id)

@@ -34,8 +34,8 @@ def ending_with_parent() -> Callable[[], None]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Asks the kernel to send this process SIGTERM when its parent, process `parent`, ends; sends
-    it now if the parent is gone already."""
+    """Makes the kernel send this process SIGTERM when its parent, process `parent`, ends; sends it
+    now if the parent has ended already."""
     _asker(parent)()
 
 
@@ -77,14 +77,14 @@ def _asker(parent: int) -> Callable[[], None]:
 
 
 def resident_bytes() -> float:
-    """Returns the resident memory of this process and its descendants; memory that they share
-    counts for each. NaN where the system does not tell, as on macOS."""
+    """Returns the resident memory of this process and its descendants; shared memory counts for
+    each. NaN where the system does not report it, as on macOS."""
     if not Path("/proc/self/statm").exists():
         return math.nan
     total, left = 0, [os.getpid()]
     while left:
         pid = left.pop()
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 left += map(int, (thread / "children").read_text().split())
@@ -105,7 +105,7 @@ def free_port(in_a_row: int = 1) -> int:
             try:
                 for number in range(in_a_row):
                     probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
-            except OSError:  # a port is taken
+            except OSError:  # one of the ports is taken
                 continue
             return port
 
@@ -129,8 +129,8 @@ T = TypeVar("T")
 
 
 async def run_in_thread(act: Callable[[], T]) -> T:
-    """Returns the result of `act`. For work that may hang: it takes no thread of the pool, and the
-    process can end before it."""
+    """Returns the result of `act`. For work that may hang: it does not occupy a thread of the pool,
+    and the process can end before it."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 
@@ -146,8 +146,8 @@ async def run_in_thread(act: Callable[[], T]) -> T:
 
 class BoundedProbe(Generic[T]):
     """Runs a check that may hang, such as of a disk; the caller waits for at most `within_s`. Only
-    one check runs at a time, and all callers share its deadline. So a disk that hangs holds one
-    thread, and delays later callers no further."""
+    one check runs at a time, and all callers share its deadline. So a disk that hangs occupies one
+    thread, and does not delay later callers further."""
 
     def __init__(self, within_s: float) -> None:
         self.within_s = within_s
@@ -176,5 +176,5 @@ def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
     except HoneError as error:
         sys.stderr.write(f"{error.detail}\n")
         sys.exit(2)
-    except KeyboardInterrupt:  # the server raises it again after an orderly end
+    except KeyboardInterrupt:  # the server raises it again after a graceful end
         sys.exit(130)

@@ -51,7 +51,7 @@ def configure(service: str) -> None:
 
 
 def close() -> None:
-    """Sends what is left, within EXPORT_S seconds or so, and traces no more."""
+    """Sends the remaining spans, within about EXPORT_S seconds, and stops tracing."""
     global _provider
     provider, _provider = _provider, None
     if provider:
@@ -77,7 +77,7 @@ class Trace:
         try:
             with use_span(self._span):
                 yield
-        except BaseException:  # raised again: it ends the trace, whatever it is
+        except BaseException:  # raised again; every kind of error ends the trace
             self.end()
             raise
 
@@ -117,7 +117,7 @@ def span(name: str, *, serves: bool = False, **attributes: Value) -> Generator[N
 
 @contextlib.contextmanager
 def detached() -> Generator[None]:
-    """Spans that begin in the block belong to no trace."""
+    """Within the block, spans that begin belong to no trace."""
     if _provider is None:
         yield
         return

@@ -3,13 +3,13 @@
 
 | file | sections |
 |---|---|
-| `job.py` | the job whole: its own keys, what it learns |
+| `job.py` | the job: its own keys, which of them change what is learned |
 | `data.py` | `[data]`, `[evaluation.sets.NAME]` |
 | `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]`, `[environment]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | rules that involve several sections |
-| `section.py` | what every section is |
+| `section.py` | the base class of sections |
 
 All are imported from here. The text under a key is its documentation: `hone explain` and the
 OpenAPI document show it.

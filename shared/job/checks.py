@@ -46,8 +46,8 @@ def check_groups(job: Job) -> None:
     alone = alone or job.trains_without_sampling
     if job.trains and job.sampling.group_size == 1 and not alone:
         raise BadRequest(
-            "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
-            "2 or more"
+            "sampling.group_size is 1: a single completion has nothing to be compared with; "
+            "expected 2 or more"
         )
 
 
@@ -117,19 +117,19 @@ def _check_keep_prefixes(job: Job) -> None:
     if job.max_staleness == 0:
         raise ValueError(
             "sampling.keep_prefixes is true and max_staleness 0: nothing is under way when new "
-            "weights come; expected max_staleness of 1 or more"
+            "weights arrive; expected max_staleness of 1 or more"
         )
     if job.lora and job.weight_sync in ("auto", "lora"):
         raise ValueError(
             "sampling.keep_prefixes is true, lora is set and weight_sync is "
-            f"{job.weight_sync!r}: what one adapter has cached is of no use to another; expected "
-            "a weight_sync that merges the adapter, or keep_prefixes = false"
+            f"{job.weight_sync!r}: prefixes cached for one adapter cannot be used by another; "
+            "expected a weight_sync that merges the adapter, or keep_prefixes = false"
         )
 
 
 def _check_pushed(job: Job) -> None:
-    """Groups of kind "pushed" come with their rewards. So `[[rewards]]` are for held-out problems
-    only, and the keys that order training problems have nothing to order."""
+    """Checks a job of kind "pushed": its groups come with their rewards, so `[[rewards]]` are only
+    for held-out problems, and the keys that order training problems may not be set."""
     if not job.is_pushed:
         return
     unused = {
@@ -159,7 +159,7 @@ def _check_pushed(job: Job) -> None:
 
 
 def _check_supervised(job: Job) -> None:
-    """Supervised steps need answers, and nothing that is of sampled completions."""
+    """Checks that supervised steps have answers, and no keys for sampled completions."""
     training, warms_up = job.training, job.warmup.steps > 0
     if training.objective != "sft" and not warms_up:
         unused = {
@@ -174,7 +174,7 @@ def _check_supervised(job: Job) -> None:
     if training.start_optimizer and training.start_from is None:
         raise ValueError(
             "training.start_optimizer is true and there is no training.start_from; expected the "
-            "checkpoint whose optimizer's state is taken"
+            "checkpoint whose optimizer state is loaded"
         )
     default = type(training).model_fields["dpo_beta"].default
     if training.objective != "dpo" and training.dpo_beta != default:
@@ -194,8 +194,8 @@ def _check_supervised(job: Job) -> None:
         got = f'training.objective is "{training.objective}"'
     if job.environment is not None:
         raise ValueError(
-            f"{got} and the job has an [environment], in which answers of the data cannot be "
-            "played; expected none"
+            f"{got} and the job has an [environment], which cannot replay answers of the data; "
+            "expected none"
         )
     if not job.trains_without_sampling:
         return
@@ -210,7 +210,7 @@ def _check_supervised(job: Job) -> None:
         "training.beta": training.beta > 0,
     }
     for key in (key for key, is_set in unused.items() if is_set):
-        raise ValueError(f"{got} and {key} is set, which is of sampled completions; expected none")
+        raise ValueError(f"{got} and {key} is set, which is for sampled completions; expected none")
     if training.objective == "dpo" and training.epochs * training.minibatches > 1:
         raise ValueError(
             f"{got}, training.epochs {training.epochs} and training.minibatches "
@@ -248,7 +248,7 @@ def _check_length(job: Job) -> None:
 
 
 def _check_generated(job: Job) -> None:
-    """Rows of levels are sorted, so a shuffle or a second pass would undo their order."""
+    """Checks generated problems: a shuffle or a second pass would undo the order of levels."""
     data = job.data
     sources = (data.train, data.eval, *(each.source for each in job.evaluation.sets.values()))
     named = [one for one in sources if isinstance(one, str) and one.startswith(REASONING_GYM)]
@@ -359,7 +359,7 @@ def _check_reward_names(job: Job) -> None:
 def _check_sync_staleness(job: Job) -> None:
     if SYNC_METHODS[job.weight_sync].ends_requests and job.max_staleness:
         raise ValueError(
-            f'weight_sync is "{job.weight_sync}", which ends what is being sampled, and '
+            f'weight_sync is "{job.weight_sync}", which ends requests under way, and '
             f"max_staleness is {job.max_staleness}, expected 0"
         )
 
@@ -368,7 +368,7 @@ def _check_live_weights(job: Job) -> None:
     if SYNC_METHODS[job.weight_sync].is_live and not job.has_live_weights:
         why = "lora is set" if job.lora else "memory.zero_stage is 3"
         raise ValueError(
-            f'weight_sync is "{job.weight_sync}", which takes weights where they are trained, '
+            f'weight_sync is "{job.weight_sync}", which reads weights where they are trained, '
             f'and {why}: they are not whole there; expected "shm", "disk", "http" or "delta"'
         )
 
@@ -400,9 +400,9 @@ def _check_truncated_sampling(job: Job) -> None:
     if job.needs_masks and not 1 <= top_k <= MAX_KEPT:
         raise ValueError(
             f"sampling.top_p is {top_p:g}, sampling.min_p {min_p:g} and sampling.top_k "
-            f"{top_k}, expected a top_k from 1 to {MAX_KEPT} with them: the sampler says for "
-            "each token which ones it could have been, so that the trainer trains the "
-            "distribution sampled from, and top_k bounds how many these are. To train without, "
+            f"{top_k}, expected a top_k from 1 to {MAX_KEPT} with them: the sampler returns "
+            "the tokens that each token could have been, so that the trainer trains the sampled "
+            "distribution, and top_k bounds their number. To train without these, "
             'set correction.truncated_sampling = "accept"'
         )
 

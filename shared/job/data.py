@@ -23,7 +23,7 @@ MAX_INLINE_BYTES = 1 << 18
 MAX_TEMPLATE_CHARS = 1 << 16
 
 REASONING_GYM = "reasoning_gym:"
-"""What a source begins with that the package reasoning-gym generates; its task follows."""
+"""The beginning of the name of a source of the package reasoning-gym; the task follows."""
 
 MAX_GENERATED = 100_000
 
@@ -43,10 +43,10 @@ class TemplateMessage(Section):
     """A chat message, made from a row."""
 
     role: str = Field(min_length=1, max_length=MAX_TEXT)
-    """Who says it: "system", "user", "assistant", or another role of the model's chat template."""
+    """The role: "system", "user", "assistant", or another role of the model's chat template."""
 
     content: str = Field(max_length=MAX_TEMPLATE_CHARS)
-    """What is said: a Jinja template over the row's columns, at most 65,536 characters."""
+    """The content: a Jinja template over the row's columns, at most 65,536 characters."""
 
 
 class ReasoningGymSpec(Section):
@@ -84,7 +84,7 @@ class DataSpec(Section):
     """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
     host, the id of an uploaded file ("file-..."), a Hugging Face dataset id, a task of the package
     reasoning-gym ("reasoning_gym:chain_sum"), or the rows themselves as a list of tables (up to
-    1000, and 256 KiB). Only a job of 0 steps may be without, and does not read them."""
+    1000, and 256 KiB). Only a job of 0 steps may have none; it does not read them."""
 
     train_split: Text = "train"
     """Split of a Hugging Face dataset to train on. Files have none."""
@@ -102,7 +102,8 @@ class DataSpec(Section):
 
     revision: Text | None = None
     """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest one
-    when the job is submitted. The job's record notes the commit, and the job keeps to it."""
+    when the job is submitted. The job's record has the commit, and the job uses that one to its
+    end."""
 
     reasoning_gym: ReasoningGymSpec = ReasoningGymSpec()
     """How problems of the package reasoning-gym are generated, for `train` and `eval`."""
@@ -236,7 +237,7 @@ class HeldOutSpec(Section):
 
 
 def _source(value: Any) -> Any:
-    """Returns the value. Raises ValueError with one sentence for a value that is no source;
+    """Returns the value. Raises ValueError with one sentence for a value that is not a source;
     pydantic would raise one for each kind of source."""
     if isinstance(value, str):
         if value == "":

@@ -45,7 +45,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         raise BadRequest(f"no job file at {str(path)!r}") from error
     except OSError as error:
         raise BadRequest(f"the job file {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of TOML, of UTF-8, or a path with a null byte
+    except ValueError as error:  # invalid TOML or UTF-8, or a path with a null byte
         raise BadRequest(f"{path}: not valid TOML: {error}") from error
     of_file = copy.deepcopy(document)
     for override in overrides:
@@ -57,7 +57,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def make_job(document: dict[str, Any], overrides: Sequence[str], where: str) -> Job:
-    """Returns the job in `document` with `overrides` applied. Relative paths start at the working
+    """Returns the job in `document` with `overrides` applied. Paths are relative to the working
     directory."""
     for override in overrides:
         _apply(document, override)
@@ -65,7 +65,7 @@ def make_job(document: dict[str, Any], overrides: Sequence[str], where: str) -> 
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raises BadRequest for anything but a list of texts, such as a single text."""
+    """Raises BadRequest unless the overrides are a list of texts; a single text is a mistake."""
     is_list = isinstance(overrides, list | tuple)
     if not is_list or not all(isinstance(each, str) for each in overrides):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
@@ -128,14 +128,14 @@ def _as_override(fault: dict[str, str], where: str, overrides: Sequence[str]) ->
 
 def changed(job: Job, overrides: Sequence[str]) -> Job:
     """Returns the job with `overrides` ("a.b=c") applied, to resume it. Raises BadRequest for a key
-    that changes what is learned: that would be another job."""
+    that changes what is learned, which would make another job."""
     document = job.model_dump(mode="json")
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
         if section in Job.model_fields and section not in RESUMED_WITH:
             raise BadRequest(
-                f"{override!r} changes what is learned: that is another job, to be submitted; a "
-                f"paused job continues with other {', '.join(sorted(RESUMED_WITH))}"
+                f"{override!r} changes what is learned, which makes another job: submit it as a "
+                f"new one; a paused job can continue with other {', '.join(sorted(RESUMED_WITH))}"
             )
         if dot and document.get(section) is None:
             document[section] = {}
@@ -223,7 +223,7 @@ def _text(path: Path) -> str:
         data = file.read((MAX_FILE_MIB << 20) + 1)
     if len(data) > MAX_FILE_MIB << 20:
         raise BadRequest(f"{str(path)!r} is larger than {MAX_FILE_MIB} MiB; expected a text file")
-    return data.decode("utf-8-sig")  # an editor may have put a byte order mark before it
+    return data.decode("utf-8-sig")  # an editor may have written a byte order mark
 
 
 def _absolute(document: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""The job whole: its own keys, and its sections. And names of other trainers, TRL and OpenAI above
-all, for a job's keys: the error for such a name says the key here."""
+"""The job: its own keys, and its sections. And the names of keys in other trainers, TRL and OpenAI
+above all: the error for such a name tells Hone's key."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ OTHER_NAMES = {
 }
 
 NOTES = {
-    "compute_multiplier": "how many completions a prompt gets",
+    "compute_multiplier": "how many completions a prompt has",
     "gradient_accumulation_steps": "a step is cut into micro-batches by their tokens",
     "per_device_train_batch_size": "prompts, whatever the number of devices",
     "batch_size": "prompts; each has sampling.group_size completions",
-    "max_prompt_length": "what becomes of too long a prompt; max_model_len is for both",
+    "max_prompt_length": "the handling of prompts that are too long; max_model_len is for both",
     "learning_rate_multiplier": "the rate itself",
     "warmup_ratio": "a number of steps",
     "logging_steps": "every step is logged; that says how many steps keep their rollouts",
@@ -131,7 +131,7 @@ OTHER_TRAINERS = {
     **dict.fromkeys(("actor", "ds"), "OpenRLHF"),
     **dict.fromkeys(("orchestrator", "trainer", "inference"), "prime-rl or verl"),
 }
-"""Sections that other trainers' configurations have and a job has not, and whose they are."""
+"""Sections of other trainers' configurations that a job does not have, and the trainers' names."""
 
 
 MAY_CHANGE = frozenset(
@@ -155,7 +155,7 @@ MAY_CHANGE = frozenset(
 began with."""
 
 RESUMED_WITH = MAY_CHANGE - {"name"}
-"""Keys of which `hone resume JOB --set` takes other values."""
+"""Keys that `hone resume JOB --set` may change."""
 
 
 class Job(Section):
@@ -238,12 +238,12 @@ class Job(Section):
     """How completions are sampled."""
 
     environment: EnvironmentSpec | None = None
-    """What completions act in. None: a completion is one answer."""
+    """The environment of completions. None: a completion is one answer."""
 
     rewards: tuple[RewardSpec, ...] = Field(max_length=MAX_REWARDS)
-    """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
-    reward is their weighted sum. Left out with `[environment]`: the environment's own reward, the
-    grader "environment". Left out, or [], with `[teacher]`: the teacher alone. Left out with
+    """The rewards of completions: at least one, each a `[[rewards]]` table. A rollout's reward is
+    their weighted sum. Left out with `[environment]`: the environment's own reward, the grader
+    "environment". Left out, or [], with `[teacher]`: the teacher alone. Left out with
     `training.objective` "sft" or "dpo": there is nothing to reward."""
 
     teacher: TeacherSpec | None = None
@@ -253,7 +253,7 @@ class Job(Section):
     """Which problems are skipped because they teach nothing."""
 
     advantages: AdvantageSpec = AdvantageSpec()
-    """From rewards to advantages."""
+    """How rewards become advantages."""
 
     training: TrainingSpec = TrainingSpec()
     """The update."""
@@ -294,7 +294,7 @@ class Job(Section):
         Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
     ] = Field(default={}, max_length=16)
     """Notes of your own, shown with the job: up to 16 names of up to 64 characters, each with a
-    text of up to 512. They change nothing."""
+    text of up to 512. They have no effect."""
 
     request: dict[str, Plain] = Field(default={}, max_length=MAX_ENTRIES)
     """The request of OpenAI's API that made the job; only that API shows it. Empty: the job was
@@ -334,7 +334,7 @@ class Job(Section):
         return LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
 
     def is_supervised(self, step: int) -> bool:
-        """Whether the step learns the data's answers, and samples nothing."""
+        """Whether the step learns the data's answers, without sampling."""
         return self.trains_without_sampling or step <= self.warmup.steps
 
     @property
@@ -344,18 +344,18 @@ class Job(Section):
 
     @property
     def temperature(self) -> float:
-        """The temperature of the trainer's log-probs: as sampled, and 1 of given answers."""
+        """The temperature of the trainer's log-probs: the sampling one, and 1 for given answers."""
         return 1.0 if self.trains_without_sampling else self.sampling.temperature
 
     @property
     def completions_per_prompt(self) -> int:
-        """How many completions of a prompt a step trains on."""
+        """The number of completions of a prompt that a step trains on."""
         given = {"sft": 1, "dpo": 2}
         return given.get(self.training.objective, self.sampling.group_size)
 
     @property
     def has_answers(self) -> bool:
-        """Whether it has supervised steps, so that each row needs an answer."""
+        """Whether the job has supervised steps, so that each row needs an answer."""
         return self.trains and self.is_supervised(1) and not self.is_program
 
     @property
@@ -370,12 +370,12 @@ class Job(Section):
 
     @property
     def is_pushed(self) -> bool:
-        """Whether its groups are sampled and scored elsewhere."""
+        """Whether the job's groups are sampled and scored elsewhere."""
         return self.environment is not None and self.environment.kind == "pushed"
 
     @property
     def is_program(self) -> bool:
-        """Whether a program says each operation."""
+        """Whether a program requests each operation."""
         return self.training.objective == "program"
 
     @property
@@ -402,10 +402,10 @@ class Job(Section):
 
     @property
     def shares_as(self) -> str | None:
-        """A digest of all that jobs have alike which may share a trainer and its samplers: the base
-        model, the shape of their adapters, and what the engines are started with. None: the job has
-        the trainer to itself. Under ZeRO-3 no adapter is whole on a rank, and DeepSpeed's CPU Adam
-        keeps powers of its betas from one step to the next, whichever job took it."""
+        """A digest of the properties that jobs must have in common to share a trainer and its
+        samplers: the base model, the shape of their adapters, and the engines' settings. None: the
+        job needs a trainer of its own. Under ZeRO-3 no adapter is whole on a rank, and DeepSpeed's
+        CPU Adam keeps powers of its betas from one step to the next, whichever job took it."""
         memory = self.memory
         if memory.zero_stage == 3 or memory.offload_optimizer:
             return None
@@ -421,10 +421,10 @@ class Job(Section):
 
     @property
     def needs_masks(self) -> bool:
-        """Whether the sampler is to say which tokens it could have sampled."""
+        """Whether the sampler must return the tokens that could have been sampled."""
         sampling = self.sampling
         truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        if self.trains_without_sampling:  # no completion of a sampler is trained on
+        if self.trains_without_sampling:  # completions of samplers are not trained on
             return False
         return truncates and self.correction.truncated_sampling == "refuse"
 
@@ -438,13 +438,13 @@ SHOWN_CHARACTERS = 60
 
 
 def learned(job: Job) -> dict[str, Any]:
-    """Returns these keys, with the learning rate's value also where it is the default."""
+    """Returns the keys that change what is learned, the learning rate also if it is the default."""
     found = job.model_dump(mode="json", exclude=set(MAY_CHANGE))
     return found | {"training": found["training"] | {"learning_rate": job.learning_rate}}
 
 
 def same_learning(one: Job, other: Job) -> bool:
-    """Whether two jobs differ in keys of MAY_CHANGE only."""
+    """Whether two jobs differ only in keys of MAY_CHANGE."""
     return learned(one) == learned(other)
 
 

@@ -21,7 +21,7 @@ noise than a reward's."""
 
 
 class AdvantageSpec(Section):
-    """From rewards to advantages, `(reward - baseline) / std`, within each prompt's group."""
+    """How rewards become advantages, `(reward - baseline) / std`, within each prompt's group."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: the "mean" of its group (arXiv 2402.03300), or
@@ -31,7 +31,7 @@ class AdvantageSpec(Section):
     std: Literal["group", "batch", "none"] = "group"
     """The difference is divided by this standard deviation: of the "group", as in GRPO; of the
     whole "batch" (arXiv 2508.08221); or "none" (Dr.GRPO, arXiv 2503.20783): then groups whose
-    rewards differ little also weigh little."""
+    rewards differ little also count little."""
 
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: either their weighted sum is normalized, as in GRPO, or each is
@@ -40,14 +40,14 @@ class AdvantageSpec(Section):
     credit: Literal["episode", "returns", "turns"] = "episode"
     """Which tokens of a conversation a reward credits. "episode": all, with the rollout's
     advantage. The other two give each turn, an answer of the model, an advantage of its own, from
-    the rewards that turns earn from it on. "returns" compares them with all turns of the group
+    the rewards of this turn and of later ones. "returns" compares them with all turns of the group
     (arXiv 2511.14846), "turns" with the same turn in the group's other rollouts (arXiv 2505.11821).
     Equations are in services/orchestrator/grpo/advantages.py."""
 
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """What a reward counts for the turn before the turn that earned it, 0 to 1, with `credit` by
-    turns. 1: as much, so every turn is credited with all that came after it. 0: a turn is credited
-    with its own reward alone."""
+    """The factor with which a reward counts for the turn before the turn that earned it, 0 to 1,
+    with `credit` by turns. 1: every turn is credited with all later rewards in full. 0: a turn is
+    credited only with its own reward."""
 
     mask_truncated: bool = False
     """Whether completions cut off by `sampling.max_tokens` are left out of training (overlong
@@ -77,12 +77,12 @@ class TrainingSpec(Section):
     model alone. `beta` and `dpo_beta` measure from `model` in any case."""
 
     start_optimizer: bool = False
-    """Whether the optimizer's state of `start_from` is taken too. Else the optimizer begins
-    anew."""
+    """Whether the optimizer state of `start_from` is loaded too. False: the optimizer begins
+    without state."""
 
     dpo_beta: float = Field(default=0.1, gt=0)
-    """How strongly "dpo" holds the policy near `model`: the factor on the
-    log-ratios of its loss, above 0. 0.1 is usual; lower lets the policy go further."""
+    """How strongly "dpo" holds the policy near `model`: the factor on the log-ratios of its loss,
+    above 0. 0.1 is usual; a lower one lets the policy move further."""
 
     train_on: Literal["answer", "all"] = "answer"
     """Which tokens supervised steps learn: the "answer"'s, or "all" but the first, the prompt's
@@ -172,8 +172,8 @@ class TrainingSpec(Section):
     """The gradient of an optimizer step is scaled down to at most this L2 norm. 1 is usual."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a step whose loss or gradient is NaN or infinite does to the job. It changes no weight
-    in either case; "stop" shows the fault, "skip" counts it and continues."""
+    """The effect on the job of a step whose loss or gradient is NaN or infinite. It changes no
+    weight in either case; "stop" shows the fault, "skip" counts it and continues."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; optimizer state is always float32. "auto" takes bfloat16
@@ -181,7 +181,7 @@ class TrainingSpec(Section):
 
     @property
     def supervised(self) -> TrainingSpec:
-        """The update of a supervised step: the job's own, or of a warm-up."""
+        """The update of a supervised step: the job's own, or that of a warm-up."""
         if self.objective != "rl":
             return self
         return self.model_copy(update={"objective": "sft", "beta": 0.0})
@@ -270,30 +270,31 @@ class CorrectionSpec(Section):
 
 class TeacherSpec(Section):
     """On-policy distillation: a teacher's log-probs of the tokens that the policy sampled are a
-    reward for each token, alone or beside `[[rewards]]`. Where the teacher is says
-    HONE_TEACHER_URL, never the job.
+    reward for each token, alone or beside `[[rewards]]`. HONE_TEACHER_URL has the teacher's
+    endpoint, never the job.
 
     Equations are in services/orchestrator/grpo/examples.py.
     """
 
     model: str = Field(min_length=1, max_length=MAX_TEXT)
-    """The teacher, as the endpoint at HONE_TEACHER_URL calls it. Its vocabulary must be the
-    vocabulary of the job's model, because it reads the sampled token ids."""
+    """The teacher's name at the endpoint HONE_TEACHER_URL. Its vocabulary must be the vocabulary of
+    the job's model, because it reads the sampled token ids."""
 
     weight: float = Field(default=1.0, gt=0)
-    """What the teacher counts beside the rewards' advantages, above 0: a nat between policy and
-    teacher takes this from a token's advantage. 1: alone, the gradient is the reverse KL
-    divergence's. Advantages of rewards are about 1 in size; 0.1 to 1 is usual beside them."""
+    """The weight of the teacher beside the rewards' advantages, above 0: a difference of a nat
+    between policy and teacher lowers a token's advantage by this. 1: without rewards, the gradient
+    is that of the reverse KL divergence. Advantages of rewards are about 1 in size; 0.1 to 1 is
+    usual beside them."""
 
     max_log_ratio: float = Field(default=10.0, gt=0)
     """The difference between the policy's and the teacher's log-prob of a token is clamped to this
-    on both sides, in nats, above 0. A token that the teacher all but rules out would else outweigh
-    all others. 10 is verl's value: a token of which the policy is sure and to which the teacher
-    gives a probability of 0.00005."""
+    on both sides, in nats, above 0. Without it a token to which the teacher gives almost no
+    probability would outweigh all others. 10 is verl's value: a token of which the policy is sure
+    and to which the teacher gives a probability of 0.00005."""
 
 
 MAX_LAYERS = 4096
-"""Most names of layers: seven for each layer of the largest models, and some room."""
+"""Most names of layers: seven for each layer of the largest models, with a margin."""
 
 
 class LoraSpec(Section):

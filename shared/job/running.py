@@ -1,8 +1,8 @@
 """Sections that do not change what is learned: `[memory]`, `[evaluation]`, `[checkpoints]`,
-`[stop]`, `[rollouts]`, `[wandb]`. And how weights get from trainer to samplers: the methods, and in
-what they differ for a job.
+`[stop]`, `[rollouts]`, `[wandb]`. And the methods by which weights get from trainer to samplers,
+with their differences.
 
-Each method is a row here, a publisher in METHODS of services/trainer/disk/weights.py, a loader in
+Each method is a row here, a publisher in METHODS of services/trainer/publishing.py, a loader in
 LOADERS of services/rollout/weights/loading.py, and the `method` of a reference in
 shared/wire/rollouts.py. When `weight_sync` is "auto",
 services/orchestrator/samplers/syncing.py says which methods are tried, and why.
@@ -36,8 +36,8 @@ class MemorySpec(Section):
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keeps only each layer's input and computes the layer again in the backward pass: about a
     third more time, and a fraction of the activation memory, which at 16,384 tokens and 7B
-    parameters would be about 120 GB. "auto": in the steps that would not fit into memory without,
-    and from then on once memory ran out."""
+    parameters would be about 120 GB. "auto": in the steps that would not fit into memory without
+    it, and in all steps after memory ran out."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is partitioned over the ranks (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 also
@@ -65,7 +65,7 @@ class MemorySpec(Section):
 
     deepspeed: dict[Text, Any] = Field(default={}, max_length=MAX_ENTRIES)
     """Merged over the configuration given to DeepSpeed, key by key. Only keys about placement,
-    communication and logging are taken; others are refused."""
+    communication and logging are allowed; others are refused."""
 
     def recomputing(self, is_on: bool) -> MemorySpec:
         """Returns these settings, with `gradient_checkpointing` decided if it is "auto"."""
@@ -135,8 +135,8 @@ class CheckpointSpec(Section):
     """Steps between two checkpoints. The last step always has one; 0: only the last."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints are kept. The default survives damage to the newest. An
-    older checkpoint is kept, too, while it is the model of another job that has not ended."""
+    """How many of the newest checkpoints are kept. With the default a job survives damage to the
+    newest. An older one is kept, too, while it is the model of another job that has not ended."""
 
     keep_every: int = Field(default=0, ge=0)
     """Older checkpoints whose step is divisible by this are kept too. 0: none."""
@@ -149,8 +149,8 @@ class CheckpointSpec(Section):
 
 
 class StopSpec(Section):
-    """What ends training before its last step, whichever comes first. The job has then succeeded:
-    it has a checkpoint, an evaluation, and the reason in its record."""
+    """Conditions that end training before its last step, whichever comes first. The job has then
+    succeeded: it has a checkpoint, an evaluation, and the reason in its record."""
 
     target: float | None = None
     """Ends the job once an evaluation's `metric` is at least this. None: no evaluation does."""
@@ -177,13 +177,13 @@ class StopSpec(Section):
 
 
 class RolloutsSpec(Section):
-    """Stored rollouts: what was sampled and how it was graded, a file for each step."""
+    """Stored rollouts: completions with their verdicts, a file for each step."""
 
     keep_last: int = Field(default=1000, ge=0)
     """Rollouts and held-out completions of at least this many newest steps are kept, and held-out
-    completions of step 0; older ones cannot be looked at or regraded any more. Rollouts that a
-    restart from one of the newest `checkpoints.keep_last` checkpoints replays are always kept. 0:
-    all. The default bounds a run's disk at a few GB."""
+    completions of step 0; older ones can no longer be read or regraded. Rollouts that a restart
+    from one of the newest `checkpoints.keep_last` checkpoints replays are always kept. 0: all. The
+    default bounds a run's disk at a few GB."""
 
 
 TrackerName = Literal["tensorboard", "mlflow", "trackio"]
@@ -216,13 +216,14 @@ SyncChoice = Literal["auto", SyncMethod]
 
 @dataclass(frozen=True)
 class SyncTraits:
-    """`published_again`: how a version is published that no sampler loaded; None: in the same way.
-    `loaded_again`: how a sampler that failed loads the files of a version again; None: in the
-    same way. `is_given_up`: the job does not go this way again once it failed.
+    """The properties of a sync method. `published_again`: the method by which a version is
+    published that no sampler loaded; None: the same. `loaded_again`: the method by which a sampler
+    that failed loads the files of a version again; None: the same. `is_given_up`: the job does not
+    use the method again once it failed.
 
-    `is_live`: weights are taken where they are trained, without files, by the samplers that are up.
-    `is_adapter`: only an adapter goes, and it is loaded beside the model's weights.
-    `ends_requests`: loading a version ends what the sampler's engine samples."""
+    `is_live`: samplers that are reachable receive weights from the device where they are trained,
+    without files. `is_adapter`: only an adapter is published, and it is loaded beside the model's
+    weights. `ends_requests`: loading a version ends the requests of the sampler's engine."""
 
     published_again: SyncMethod | None = None
     loaded_again: SyncMethod | None = None

@@ -39,7 +39,7 @@ class SamplingSpec(Section):
 
     temperature: float = Field(default=1.0, ge=0.01, le=MAX_TEMPERATURE)
     """Divides the logits, from 0.01 to 2; the trainer divides its own by the same. 1 samples the
-    policy itself. vLLM refuses more, and samples at 0.01 if it gets less."""
+    policy itself. vLLM refuses a greater value, and uses 0.01 for a smaller one."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples only from the most likely tokens that together have this probability. 1 samples from
@@ -66,11 +66,11 @@ class SamplingSpec(Section):
 
     template_args: dict[Text, Plain] = Field(default={}, max_length=MAX_ENTRIES)
     """Arguments of the model's chat template, for example `enable_thinking`. Prompts that are text
-    go through none."""
+    do not use the template."""
 
     overlong_prompts: Literal["error", "drop", "truncate"] = "error"
     """What happens to a prompt that leaves no room for `max_tokens`. "error": its rollouts end in
-    an error and train nothing. "drop": another prompt takes its place, in at most 10 rounds.
+    an error and train nothing. "drop": another prompt replaces it, in at most 10 rounds.
     "truncate": its first tokens are cut off. Each is counted (`overlong_prompts`)."""
 
     repeatable: bool = False
@@ -78,15 +78,17 @@ class SamplingSpec(Section):
     completion's in its group (an evaluation's by its place alone), so that the same weights draw
     the same samples on one engine, in any order of groups. Two runs of a job may still differ: with
     `max_staleness` above 0, timing decides which weights sample a token; timing also decides what a
-    deadline cuts off; and batches of other sizes round otherwise, so that a near tie may fall the
-    other way. Off by default: vLLM draws for each seeded sequence separately, which takes time."""
+    deadline cuts off; and batches of other sizes round differently, so that a near tie may be
+    decided differently. Off by default: vLLM draws for each seeded sequence separately, which takes
+    time."""
 
     keep_prefixes: bool = False
-    """What the cache holds of a completion or conversation when new weights come. False: it is
-    computed again, so each token is sampled by one version alone. True: what is under way continues
-    from what the older weights computed, which saves that time. The log-probs are then of a mix of
-    versions, all within `max_staleness`; they are what the tokens were sampled from, and
-    `[correction]` weighs them as others. New conversations begin with the new weights alone."""
+    """Whether completions and conversations under way keep their cached prefixes when new weights
+    arrive. False: the prefixes are computed again, so each token is sampled by one version alone.
+    True: completions and conversations continue from the older weights' cache, which saves that
+    time. The log-probs are then of a mix of versions, all within `max_staleness`; they are of the
+    distribution that was sampled from, and `[correction]` treats them as others. New conversations
+    begin with the new weights alone."""
 
     refills: int = Field(default=0, ge=0, le=10)
     """Rounds per step in which groups without signal (all rewards equal, or all completions cut off
@@ -98,17 +100,17 @@ class DifficultySpec(Section):
     """Problems that teach nothing are skipped. A group is all right if each of its rewards is the
     full mark (the sum of the weights above 0, of rewards that are not `shaping`: a value of 1 from
     each grader, also from an environment), and all wrong if they are equal and less; a missing
-    reward does not count. A group whose turns are credited otherwise is neither. A step takes into
-    account all steps up to `max_staleness` + 1 before it, so it takes the same problems after a
-    restart."""
+    reward does not count. A group in which the returns of turns differ is neither. A step takes
+    into account all steps up to `max_staleness` + 1 before it, so it takes the same problems after
+    a restart."""
 
     skip_right: int = Field(default=0, ge=0, le=1_000_000)
-    """Skips a problem once so many of its groups in a row were all right. 0: no problem is skipped
-    for that, because it may be forgotten again."""
+    """Skips a problem once this many of its groups in a row were all right. 0: no problem is
+    skipped for this, because the model may forget it again."""
 
     skip_wrong: int = Field(default=0, ge=0, le=1_000_000)
-    """Skips a problem once so many of its groups in a row were all wrong. 0: no problem is skipped
-    for that, because it may be learned later."""
+    """Skips a problem once this many of its groups in a row were all wrong. 0: no problem is
+    skipped for this, because the model may learn it later."""
 
     skip_steps: int = Field(default=0, ge=0)
     """For how many steps a problem is skipped, counted from its last group. It then comes back, and
@@ -148,10 +150,10 @@ class RewardSpec(Section):
     schema."""
 
     reasoning: bool | tuple[ReasoningTag, ReasoningTag] = True
-    """What of a completion is its reasoning, which is not graded: the answer after it is. True:
+    """The reasoning in a completion, which is not graded: only the answer after it is. True:
     `<think>...</think>`, also one that the chat template opened or that never ends, and harmony's
     channels. Two tags in their place: `["<reasoning>", "</reasoning>"]`. False: all of it is
-    graded. Graders of length and your own functions get the whole completion anyway."""
+    graded. Graders of length and your own functions get the whole completion in any case."""
 
     file: Text | None = None
     """Python file with your own reward, relative to the job file or to the working directory. Its
@@ -232,20 +234,20 @@ class EnvironmentSpec(Section):
     file sets it in place of `file`."""
 
     name: Text | Annotated[dict[Text, Text], Field(max_length=MAX_ENTRIES)] = ""
-    """Of kind "class": the class. A table names several, and a row's column `environment` says
-    which."""
+    """For kind "class": the class. A table names several, and the column `environment` of a row
+    selects one."""
 
     tools: tuple[Text, ...] = Field(default=(), max_length=MAX_ENTRIES)
-    """Of kind "tools": the functions."""
+    """For kind "tools": the functions."""
 
     mcp: tuple[Text, ...] = Field(default=(), max_length=MAX_ENTRIES)
-    """Of kind "tools": URLs of MCP servers, as in "http://127.0.0.1:9000/mcp", whose tools are
+    """For kind "tools": URLs of MCP servers, as in "http://127.0.0.1:9000/mcp", whose tools are
     offered beside the functions. HONE_ALLOWED_ENVIRONMENTS says which hosts may be named."""
 
     url: Text | Annotated[tuple[Text, ...], Field(max_length=MAX_ENTRIES)] = ()
-    """Of kind "openenv": URL of the server, as in "http://127.0.0.1:8100", or a list of servers,
-    of which an episode goes to the one with the fewest. HONE_ALLOWED_ENVIRONMENTS says which hosts
-    may be named."""
+    """For kind "openenv": the URL of the server, as in "http://127.0.0.1:8100", or a list of
+    servers; an episode goes to the server with the fewest. HONE_ALLOWED_ENVIRONMENTS says which
+    hosts may be named."""
 
     max_turns: int = Field(default=16, ge=1, le=1024)
     """Most answers of the model in one conversation."""
@@ -295,7 +297,7 @@ class EnvironmentSpec(Section):
 
     @property
     def has_file(self) -> bool:
-        """Whether the reward service plays it, or a part of it, from the text of `file`."""
+        """Whether the reward service runs the environment, or a part of it, from `file`."""
         return self.source is not None or self.file is not None
 
     @property

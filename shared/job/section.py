@@ -22,16 +22,16 @@ MAX_NAME = 40
 
 
 MAX_TEXT = 4096
-"""Most characters of a path, and of any text that has no length of its own."""
+"""Most characters of a path, and of any text without a limit of its own."""
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 MAX_ENTRIES = 256
-"""Most entries of any list or table that has no number of its own."""
+"""Most entries of any list or table without a limit of its own."""
 
 
 def name_of(text: str, otherwise: str) -> str:
-    """Returns a job's name made of `text`; `otherwise` if nothing of it can be in a name."""
+    """Returns a job's name made of `text`; `otherwise` if no character of it may be in a name."""
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:MAX_NAME] or otherwise
 
 
@@ -41,7 +41,7 @@ class Section(Documented):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic would take true for 1."""
+        """Refuses a truth value where a number is expected: pydantic would convert true to 1."""
         if isinstance(value, bool):
             taken = _members(cls.model_fields[info.field_name or ""].annotation)
             if bool not in taken and taken & {int, float}:

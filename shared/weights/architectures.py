@@ -1,7 +1,7 @@
 """The language model architectures that can be trained and sampled: the pinned Transformers has a
-causal model of each, and the pinned vLLM runs it by its own code or Transformers'. The list is
-written down because neither is installed where jobs are submitted. Also which of them are mixtures
-of experts, and which dtype "auto" means.
+causal model of each, and the pinned vLLM runs it by its own code or Transformers'. The list is a
+constant because neither package is installed where jobs are submitted. Also which of them are
+mixtures of experts, and which dtype "auto" means.
 
 Mixtures are trained whole, router included, by any number of ranks. Transformers keeps the experts
 of a layer in two tensors, so both have a gradient in each micro-batch, whichever experts its tokens
@@ -162,7 +162,7 @@ TRIED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 
 NUM = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
-"""Keys of configurations, as architectures call them."""
+"""The key of the number of experts per token, in the configurations of different architectures."""
 
 Config = Mapping[str, Any]
 
@@ -183,8 +183,8 @@ def has_experts(config: Config) -> bool:
 
 
 def experts_of(config: Config) -> Experts | None:
-    """Returns the experts of a language model's configuration; None for a model without. Raises
-    KeyError if the number of experts per token or their size is missing."""
+    """Returns the experts of a language model's configuration; None for a model without experts.
+    Raises KeyError if the number of experts per token or their size is missing."""
     if not has_experts(config):
         return None
     num = next(config[key] for key in NUM if config.get(key))
@@ -199,14 +199,14 @@ def experts_of(config: Config) -> Experts | None:
 
 
 def untested_warning(model: str, config: Config) -> str | None:
-    """Returns a warning for a job whose mixture of experts was not tried; None without one."""
+    """Returns a warning for a job whose mixture of experts was not tested; None otherwise."""
     inner: Config = config.get("text_config") or config
     names: Any = config.get("architectures") or [None]
     if not has_experts(inner) or names[0] in TRIED:
         return None
     return (
         f"the model {model!r} is a mixture of experts of the architecture {names[0]!r}, which was "
-        f"not tried; tried were {' and '.join(TRIED)}"
+        f"not tested; tested were {' and '.join(TRIED)}"
     )
 
 
@@ -233,7 +233,7 @@ def choose_dtype(
     hardware multiplies it, else float32.
 
     `capability` is the CUDA compute capability of the GPU; None on a CPU, for which
-    `cpu_multiplies_bfloat16` is asked.
+    `cpu_multiplies_bfloat16` decides.
     """
     if asked != "auto":
         return asked

@@ -4,8 +4,8 @@ the elements whose bits changed.
     frame = zstd(count: u64 | gaps between positions | values)
 
 Gaps and values are written byte plane by byte plane (all lowest bytes, then all second ones, ...):
-a plane of zeros takes nothing, and in the highest bytes of floats few values come again and again.
-Values are written over the old ones, not added to them, so applying a frame twice is harmless.
+a plane of zeros compresses to almost nothing, and the highest bytes of floats have few different
+values. Values replace the old ones, so applying a frame twice is harmless.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pack(old_N: Array, new_N: Array) -> tuple[bytes, int]:
 
 def apply(frame: bytes, into_N: Array) -> int:
     """Writes the frame's elements into `into_N`, and returns how many. Raises Failed, with `into_N`
-    as it was, for a frame that is damaged or of another tensor."""
+    unchanged, for a frame that is damaged or belongs to another tensor."""
     gap_type, value_type = _gap_type(len(into_N)), into_N.dtype.type
     item_bytes = gap_type().itemsize + value_type().itemsize
     plain = _decompressed(frame, most_bytes=8 + len(into_N) * item_bytes)
@@ -79,8 +79,8 @@ def _from_planes(data: bytes, dtype: Any, count: int) -> Array:
 
 
 def _decompressed(frame: bytes, *, most_bytes: int) -> bytes:
-    """A frame states its unpacked size. A frame that states more than `most_bytes` is not
-    unpacked."""
+    """Returns the unpacked frame. A frame whose stated size exceeds `most_bytes` is refused before
+    it is unpacked."""
     try:
         size = zstandard.get_frame_parameters(frame).content_size
         if not 8 <= size <= most_bytes:

@@ -6,15 +6,15 @@ list. The sampler reads adapters as PEFT writes them:
                                 base_model.model.<layer>.lora_B.weight [out, rank]
     adapter_config.json         rank, alpha and the names of the layers, among others
 
-And the canonical digest of weights, which depends on the tensors alone, not on how files hold them.
-A tensor's digest is XXH3 (128 bits) over its dtype, shape and bytes. The digest of all tensors is
-XXH3 over their sorted names and digests. The trainer computes it over the bytes that it writes, the
-sampler over the safetensors files that it reads. Neither torch nor the safetensors library is
-needed.
+And the canonical digest of weights, which depends only on the tensors, not on their layout in
+files. A tensor's digest is XXH3 (128 bits) over its dtype, shape and bytes. The digest of all
+tensors is XXH3 over their sorted names and digests. The trainer computes it over the bytes that it
+writes, the sampler over the safetensors files that it reads. Neither torch nor the safetensors
+library is needed.
 
 XXH3 finds accidents: cut files, flipped bits, tensors of another version. It is as fast as memory;
-sha256 takes longer than the rest of a sync. It is no defence against someone who may write into
-the trainer's folders: that person can publish weights anyway.
+sha256 takes longer than the rest of a sync. It does not protect against users who may write into
+the trainer's folders: these could publish weights anyway.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ KIND = "xxh3-"
 """Prefix of every digest. Other versions of Hone have another prefix."""
 
 MAX_HEADER_BYTES = 100 << 20
-"""The safetensors format's own limit."""
+"""The limit of the safetensors format."""
 
 MAX_THREADS = 16
 """Threads read and hash at the same time; beyond this number memory bandwidth is the limit."""
 
 BLOCK_BYTES = 1 << 20
-"""Bytes read and hashed at a time: they stay in the processor's cache in between."""
+"""Bytes read and hashed at a time: they stay in the processor's cache between the two."""
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def tensor_digests(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 def in_parallel(sizes_bytes: Mapping[str, int], work: Callable[[str], T]) -> dict[str, T]:
-    """Returns what `work` gives for each name; in threads, the largest first."""
+    """Returns the results of `work` for each name, computed in threads, the largest first."""
     largest_first = sorted(sizes_bytes, key=lambda name: -sizes_bytes[name])
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="tensors") as pool:
@@ -128,8 +128,8 @@ def digest_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes | memoryview
 
 
 def _digest(tensor: StoredTensor) -> str:
-    """Reads the file rather than maps it: a mapped file that is cut short would kill the
-    process."""
+    """Returns the digest of one tensor. Reads the file and does not map it: a mapped file that is
+    cut short would kill the process."""
     total = Digest(tensor.dtype, tensor.shape)
     block = memoryview(bytearray(min(tensor.size_bytes, BLOCK_BYTES)))
     left_bytes = tensor.size_bytes
@@ -155,9 +155,9 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         try:
             header: Any = json.loads(stream.read(header_bytes))
         except ValueError as error:
-            raise _no_safetensors(file, f"its header is no JSON: {error}") from error
+            raise _no_safetensors(file, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _no_safetensors(file, "its header is no JSON object")
+        raise _no_safetensors(file, "its header is not a JSON object")
     start = 8 + header_bytes
     for name, entry in cast(dict[str, Any], header).items():
         if name == "__metadata__":
@@ -180,7 +180,7 @@ def check_regular(file: Path) -> None:
     """Raises Failed for a pipe, whose reader waits for a writer, and for a device, which has no
     end."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise Failed(f"{str(file)!r} is no regular file")
+        raise Failed(f"{str(file)!r} is not a regular file")
 
 
 def _no_safetensors(file: Path, why: str) -> Failed:
@@ -237,10 +237,10 @@ CHECKPOINTS = "checkpoints"
 """The folder, in a run folder, of checkpoints."""
 
 SNAPSHOTS = "snapshots"
-"""The folder, in a run folder, of adapters that stay for samplers."""
+"""The folder, in a run folder, of adapters that are kept for samplers."""
 
 SNAPSHOT = "s"
-"""What the name of a snapshot's folder begins with; the operation's number follows."""
+"""The prefix of the name of a snapshot's folder; the operation's number follows."""
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -251,8 +251,8 @@ PREFIX = "base_model.model."
 
 
 def adapter_digests(folder: Path) -> dict[str, str]:
-    """Returns the digest of each tensor and, under its file's name, of the configuration: without
-    its alpha the tensors say nothing. Raises Failed for files that cannot be read."""
+    """Returns the digest of each tensor and, under its file's name, of the configuration, whose
+    alpha determines the effect of the tensors. Raises Failed for files that cannot be read."""
     try:
         config = (folder / CONFIG).read_bytes()
         digests = tensor_digests(stored_tensors(folder))

@@ -1,6 +1,5 @@
-"""How trainer and sampler meet to move weights from device to device, in a store of torch's under
-the version's key. Before anything else is sent, a first collective shows
-that they reach each other.
+"""How trainer and sampler meet to move weights from device to device: in a torch store, under the
+version's key. Before anything else is sent, a first collective shows that they reach each other.
 
     asked          how many samplers have asked
     asked/<n>      the n-th one's name and number of ranks: "3f2a 2"
@@ -22,8 +21,8 @@ NCCL one to five; where a port or an interface cannot be reached it waits for mi
 """
 
 MEETING_DEADLINES, LOADING_DEADLINES = 2, 3
-"""How many deadlines of a transfer a sampler may take: two until it has met the trainer, because a
-sampler before it may hang, and three to receive and load."""
+"""The number of transfer deadlines that a sampler may take: two until it has met the trainer,
+because a sampler before it may hang, and three to receive and load."""
 
 ASKED, TURN = "asked", "turn"
 
@@ -35,9 +34,9 @@ _before: list[str | None] = []
 
 
 def memory_space() -> str | None:
-    """Returns what two processes must share for one to read the other's memory of a GPU: the host,
-    the PID namespace (CUDA names the process that has a block by its number) and /dev/shm (torch
-    counts the readers there). Each container has its own of the last two. None: not known."""
+    """Returns an identifier that two processes must share for one to read the other's memory of a
+    GPU: of the host, the PID namespace (CUDA names a block's process by its number) and /dev/shm
+    (torch counts the readers there). Each container has its own last two. None: unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pids, shm = Path("/proc/self/ns/pid").stat().st_ino, Path("/dev/shm").stat().st_dev
@@ -52,11 +51,11 @@ def nth_asked(number: int) -> str:
 
 @contextlib.contextmanager
 def surviving_peers() -> Generator[None]:
-    """An NCCL group made in this block leaves the process alive when a peer times out. By default
-    torch then ends the process, so a peer that dies would end this one too."""
+    """Within the block: an NCCL group that is made leaves the process alive when a peer times out.
+    By default torch then ends the process, so a peer that dies would end this one too."""
     with _changing:
         _before.append(os.environ.get(ERROR_HANDLING))
-        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
+        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads the variable when it is made
     try:
         yield
     finally:

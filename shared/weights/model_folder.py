@@ -1,8 +1,7 @@
-"""What `model` of a job or of an engine names: a folder, or a model on the Hugging Face hub.
-
-Checks that a model folder is complete before anything loads it: its files against each other,
-its tensors against its configuration, its architecture, its tokenizer. Only headers are read, no
-tensor. Neither torch nor the model's code is needed.
+"""The `model` of a job or of an engine: a folder, or a model on the Hugging Face hub. Checks that a
+model folder is complete before anything loads it: its files against each other, its tensors against
+its configuration, its architecture, its tokenizer. Only headers are read, no tensor. Neither torch
+nor the model's code is needed.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from shared.weights.architectures import ARCHITECTURES
 from shared.weights.folders import StoredTensor, stored_tensors
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files that transformers makes a tokenizer from. One of them must exist."""
+"""Files from which transformers makes a tokenizer. One of them must exist."""
 
 PLAIN = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-"""Architectures with the same names and shapes of tensors, so the configuration tells all of
-them."""
+"""Architectures with the same names and shapes of tensors, which therefore follow from the
+configuration."""
 
 STRETCHED = ("rope_scaling", "rope_parameters")
 """Configuration keys that may extend a model's context beyond its stated length."""
@@ -68,20 +67,20 @@ def check_config(folder: Path, max_model_len: int | None = None) -> Config:
 
 
 def read_config(folder: Path) -> Config:
-    """Returns the model's configuration. Raises BadRequest if it is no JSON object."""
+    """Returns the model's configuration. Raises BadRequest if it is not a JSON object."""
     path = folder / "config.json"
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _wrong(path, f"it cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise _wrong(path, "it is no JSON object")
+        raise _wrong(path, "it is not a JSON object")
     return cast(Config, config)
 
 
 def limit_of(max_model_len: int | None, window: int | None) -> tuple[int, str] | None:
-    """Returns the most tokens of prompt and completion together, and what holds no more: the job's
-    `max_model_len` or the model; None if neither is known."""
+    """Returns the most tokens of prompt and completion together, and what sets this limit: the
+    job's `max_model_len` or the model; None if neither is known."""
     if max_model_len is not None and (window is None or max_model_len < window):
         return max_model_len, "the job's max_model_len"
     return None if window is None else (window, "the model")
@@ -166,8 +165,8 @@ def _check_architecture(folder: Path, config: Config) -> None:
         meant = f"; did you mean {near!r}?" if near else ""
         raise _wrong(
             folder / "config.json",
-            f"the architecture {name!r} is no language model that both vLLM and Transformers know "
-            f"in the versions of Hone{meant}",
+            f"the architecture {name!r} is not a language model that Hone's versions of vLLM and "
+            f"Transformers both support{meant}",
         )
 
 
@@ -200,7 +199,7 @@ def _whole_tensors(folder: Path) -> Tensors:
             )
     for file, end in ends.items():
         if (size := file.stat().st_size) != end:
-            raise _wrong(file, f"it has {size} bytes, and its header tells of {end}")
+            raise _wrong(file, f"it has {size} bytes, and its header describes {end}")
     _check_index(folder, tensors)
     return tensors
 
@@ -229,9 +228,7 @@ def _check_tensors(folder: Path, config: Config, tensors: Tensors) -> None:
         raise _wrong(folder / "config.json", f"it has no {error}") from error
     for name, shape in expected.items():
         if name not in tensors:
-            raise _wrong(
-                folder / "config.json", f"it tells of a tensor {name!r}, which no file has"
-            )
+            raise _wrong(folder / "config.json", f"it names a tensor {name!r}, which no file has")
         if tensors[name].shape != shape:
             raise _wrong(
                 tensors[name].file,
@@ -271,7 +268,8 @@ def plain_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
-    if config.get("tie_word_embeddings") is False:  # what is left out differs by architecture
+    if config.get("tie_word_embeddings") is False:
+        # the tensors that are left out differ by architecture
         shapes["lm_head.weight"] = (vocab, hidden)
     for number in range(int(config["num_hidden_layers"])):
         for name, shape in layer.items():
@@ -282,8 +280,8 @@ def plain_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def _check_tokenizer(folder: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise BadRequest(
-            f"'model': the folder {str(folder)!r} has no tokenizer; expected tokenizer.json, or "
-            f"what it is made from ({', '.join(TOKENIZERS[1:])}), beside config.json"
+            f"'model': the folder {str(folder)!r} has no tokenizer; expected tokenizer.json, or a "
+            f"file that it is made from ({', '.join(TOKENIZERS[1:])}), beside config.json"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = folder / name
@@ -303,7 +301,7 @@ MODELS_WITHOUT_OWNER = frozenset(
     {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "ctrl", "openai-gpt"}
 )
 """Hub models from before ids had an owner. Any other name without an owner, such as OpenAI's names,
-is no model there."""
+is not a model there."""
 
 EXPECTED = (
     "expected a folder with config.json and *.safetensors files, or a Hugging Face id such as "
@@ -312,13 +310,13 @@ EXPECTED = (
 
 
 def may_be_on_hub(model: str) -> bool:
-    """Whether the Hugging Face hub can have a model of this name."""
+    """Whether this may be the name of a model on the Hugging Face hub."""
     has_owner = "/" in model or model in MODELS_WITHOUT_OWNER
     return has_owner and HUB_ID.fullmatch(model) is not None
 
 
 def hub_is_offline() -> bool:
-    """Whether the Hugging Face hub must not be asked (HF_HUB_OFFLINE)."""
+    """Whether requests to the Hugging Face hub are forbidden (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
@@ -327,7 +325,7 @@ HUB_TIMEOUT_S = 10.0
 
 def check_hub(model: str) -> None:
     """Raises Unavailable if the Hugging Face hub is unreachable; call it for a model that is not
-    cached here. Tries nothing if the hub must not be asked (HF_HUB_OFFLINE)."""
+    cached here. Does nothing if requests are forbidden (HF_HUB_OFFLINE)."""
     if hub_is_offline():
         return
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -342,8 +340,8 @@ def check_hub(model: str) -> None:
 
 
 def model_folder(model: str) -> Path | None:
-    """Returns the folder that `model` names, or None if it is a Hugging Face id. The hub is not
-    asked.
+    """Returns the folder that `model` names, or None if it is a Hugging Face id. Sends no request
+    to the hub.
 
     A folder must hold a configuration and complete safetensors files: later versions' weights are
     compared with these. Raises BadRequest if `model` is neither.

@@ -7,12 +7,12 @@
 | `base.py` | base class; fences; bodies of every service; numbers kept as bytes |
 | `rollouts.py` | prompts, `POST /generate`, rollouts; versions, a class per sync method |
 | `rewards.py` | `POST /score`, verdicts and scores; `/graders` and `POST /execute` |
-| `episodes.py` | a job's own environments; episodes that agents play by lease; pushed groups |
+| `episodes.py` | a job's own environments; episodes leased to agents; pushed groups |
 | `training.py` | batches, examples, the trainer's job, steps, checkpoints; programs' operations |
 | `messages.py` | chat messages in one form, for jobs, sessions and samplers (no bodies) |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics, findings, API keys |
-| `pages.py` | how many entries an answer has at most |
+| `pages.py` | the most entries of an answer |
 | `records.py` | the jobs API: submissions, records, stored rollouts, evaluations, plans |
 | `openai.py` | fine-tuning jobs, files and completions in OpenAI's shape |
 

@@ -45,7 +45,7 @@ class Listing(Wire, Generic[T_co]):
 
 
 Reported = Annotated[float, Field(ge=-1e30, le=1e30)]
-"""A reward or metric from elsewhere. Sums and means of greater numbers would not be finite."""
+"""A reward or metric from outside. Sums and means of greater numbers would not be finite."""
 
 Message = dict[str, Plain]
 """A chat message: at least `role` and `content`."""
@@ -57,7 +57,7 @@ Fence = tuple[int, int]
 
 
 class Fencing(Wire):
-    """How new the caller is. A caller that has been superseded is refused: Conflict, code "stale".
+    """The fence of a caller, by which superseded callers are refused: Conflict, code "stale".
 
     `attempt` is the number of the worker's lease, from one counter for all jobs, so it only grows.
     `epoch` counts, within the attempt, how often the job was loaded into trainer and sampler: each
@@ -73,7 +73,7 @@ class Fencing(Wire):
 
 
 Beside = tuple[Annotated[int, Field(ge=0)], ...]
-"""The attempts that had places on the trainer when an attempt got its lease: they stay."""
+"""The attempts that had places on the trainer when an attempt got its lease, and keep these."""
 
 
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -87,8 +87,8 @@ class Fenced(Fencing):
 
 
 class Orchestrator(Wire):
-    """An orchestrator, as a trainer or sampler knows it: by the `identity` of its Redis, and for
-    people by its `place`, a host and port. Orchestrators that share a Redis have the same
+    """An orchestrator, as a trainer or sampler identifies it: by the `identity` of its Redis, and
+    in messages by its `place`, a host and port. Orchestrators that share a Redis have the same
     identity."""
 
     identity: str
@@ -139,7 +139,7 @@ WAIT_PATH = "/operations/wait"
 class WaitRequest(Wire):
     """`POST /operations/wait`: wait until one of the operations `ids` has ended, or fewer than
     `busy_below` pieces of work are under way, at most `wait_s` seconds. `busy` is the load that the
-    caller was told last; it is told again only after a change."""
+    caller received last; a changed load is another reason to answer."""
 
     ids: tuple[str, ...] = Field(max_length=65_536)
     wait_s: float = Field(default=0.0, ge=0, le=60)

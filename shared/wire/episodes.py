@@ -1,11 +1,11 @@
-"""Conversations and completions from elsewhere than Hone's loop.
+"""Conversations and completions that do not come from Hone's own sampling of prompts.
 
 - Episodes of a job's own environments and tools, which the reward service runs in its sandbox.
 - Agents: their conversations with the policy, recorded as the tokens that were sampled; and the
-  episodes of a job with `[environment] kind = "worker"`, which a worker elsewhere takes by lease,
-  and reports what each one earned.
-- Groups that were sampled and scored elsewhere, for a job with `[environment] kind = "pushed"`: as
-  Hone takes them, and as Atropos' `atroposlib` 0.4 sends them.
+  episodes of a job with `[environment] kind = "worker"`, which a worker on another machine leases,
+  and whose rewards it reports.
+- Groups that were sampled and scored elsewhere, for a job with `[environment] kind = "pushed"`: in
+  Hone's form, and in the form in which Atropos' `atroposlib` 0.4 sends them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EpisodeId = str
 
 
 class EpisodeOf(Wire):
-    """Which episode of which job. Another `job_id` has other processes. Ids are chosen by the
-    caller, and a repeated request of one id happens once."""
+    """An episode of a job. Each `job_id` has its own processes. Ids are chosen by the caller, and a
+    repeated request of one id happens once."""
 
     job_id: JobId
     environment: EnvironmentSpec
@@ -43,8 +43,8 @@ class OpenEpisode(EpisodeOf):
 
 
 class EpisodeOpened(Wire):
-    """What `reset` returned, as text; None: nothing. `tools` are the JSON schemas of the methods or
-    functions, in OpenAI's shape, made from type hints and docstrings."""
+    """The result of `reset`, as text; None: it returned nothing. `tools` are the JSON schemas of
+    the methods or functions, in OpenAI's shape, made from type hints and docstrings."""
 
     observation: str | None
     tools: tuple[dict[str, Plain], ...]
@@ -59,15 +59,15 @@ class ToolCall(Wire):
 
 
 class StepEpisode(EpisodeOf):
-    """`POST /episodes/step`: turn number `turn` of the episode, from 0 on: calls tools, one after
-    the other."""
+    """`POST /episodes/step`: calls tools, one after the other, in turn number `turn` of the
+    episode, from 0."""
 
     turn: int = Field(ge=0)
     calls: tuple[ToolCall, ...]
 
 
 class ToolResult(Wire):
-    """What a call returned, as text. `failed`: the tool raised, does not exist, or its arguments do
+    """The result of a call, as text. `failed`: the tool raised, does not exist, or its arguments do
     not fit; the text says so, for the model to read."""
 
     id: str = ""
@@ -77,8 +77,7 @@ class ToolResult(Wire):
 
 class EpisodeStepped(Wire):
     """The results of a turn's calls, in order. `done`: the environment says that the episode is
-    over (its attribute `done` is true). `reward` is what the turn earned; None: nothing is known
-    of it."""
+    over (its attribute `done` is true). `reward` is the turn's reward; None: it has none."""
 
     results: tuple[ToolResult, ...]
     done: bool = False
@@ -87,17 +86,17 @@ class EpisodeStepped(Wire):
 
 class CloseEpisode(EpisodeOf):
     """`POST /episodes/close`: ends the episode, and returns its reward if the environment has
-    `get_reward`. `rewarded` false: it failed, and its reward is not needed. `attributes`: reward
-    functions need the environment's attributes."""
+    `get_reward`. `rewarded` false: its reward is not needed, because it failed. `attributes`:
+    reward functions need the environment's attributes."""
 
     rewarded: bool = True
     attributes: bool = False
 
 
 class EpisodeClosed(Wire):
-    """The environment's own reward; None with `has_reward`: it says that no reward applies.
-    `attributes` are its public attributes and properties as they were then, as far as they are
-    plain data; None: they were not asked for, or there is no environment."""
+    """The environment's own reward; None with `has_reward`: the environment returned that no reward
+    applies. `attributes` are its public attributes and properties at the end, as far as they are
+    plain data; None: they were not requested, or there is no environment."""
 
     has_reward: bool = False
     reward: float | None = None
@@ -106,7 +105,8 @@ class EpisodeClosed(Wire):
 
 class ValidateEnvironment(Wire):
     """`POST /episodes/validate`: opens an episode of a row, and closes it. 422 with a sentence if
-    it cannot be opened. All classes of a table are checked. Without `job_id` no worker is kept."""
+    it cannot be opened. All classes of a table are checked. Without `job_id` the worker then
+    ends."""
 
     job_id: JobId | None = None
     environment: EnvironmentSpec
@@ -114,7 +114,7 @@ class ValidateEnvironment(Wire):
 
 
 class EnvironmentValidated(EpisodeOpened):
-    """`has_reward`: the row's class has `get_reward`."""
+    """An environment that can be opened. `has_reward`: the row's class has `get_reward`."""
 
     has_reward: bool
 
@@ -138,11 +138,11 @@ class LeaseEpisodes(Wire):
 
 class LeasedEpisode(Wire):
     """One rollout for an agent. `id` is of this lease alone: an episode whose worker died has
-    another one at the next worker. `prompt` is what the job shows of `row` to the model.
+    another one at the next worker. `prompt` is the job's prompt of `row`.
 
-    The agent calls the model at the orchestrator's URL with `path` behind it (OpenAI's API), by
-    `api_key`, which names the rollout. It has `deadline_s` seconds. The lease ends after `lease_s`
-    seconds in which it is not renewed.
+    The agent calls the model at the orchestrator's URL followed by `path` (OpenAI's API), with
+    `api_key`, which identifies the rollout. It has `deadline_s` seconds. The lease ends after
+    `lease_s` seconds in which it is not renewed.
     """
 
     id: LeaseId
@@ -156,7 +156,7 @@ class LeasedEpisode(Wire):
 
 
 class LeasedEpisodes(Wire):
-    """What was taken; empty if nothing was offered in time."""
+    """The leased episodes; empty if nothing was offered in time."""
 
     episodes: tuple[LeasedEpisode, ...] = ()
 
@@ -182,13 +182,13 @@ MAX_ANSWERS = 10_000
 
 
 class EpisodeResult(Wire):
-    """`POST /v1/episodes/{id}/result`: what the episode earned. `reward` is a number, a list with
+    """`POST /v1/episodes/{id}/result`: the reward of an episode. `reward` is a number, a list with
     one entry per answer of the model, in order, or a table by the ids of answers, in which missing
-    answers earn nothing of their own. The reward of a list or table is the sum of its numbers.
+    answers have no reward of their own. The reward of a list or table is the sum of its numbers.
     None: no reward applies.
 
-    `error` says why the agent failed, in place of a reward. `metrics` are numbers of the agent's
-    own, of which the job's metrics show the means.
+    `error` says why the agent failed, in place of a reward. `metrics` are the agent's own numbers,
+    whose means are among the job's metrics.
     """
 
     reward: (
@@ -202,8 +202,8 @@ class EpisodeResult(Wire):
 
 
 class ResultTaken(Wire):
-    """`taken`: the result counts. Else the lease had ended, as `unwanted` of `LeasesRenewed` says.
-    A repeated result has the first one's answer."""
+    """`taken`: the result counts. False: the lease had ended (see `unwanted` of `LeasesRenewed`). A
+    repeated result gets the same answer."""
 
     id: LeaseId
     taken: bool
@@ -224,9 +224,9 @@ def _name(tool: dict[str, Plain]) -> str:
 
 
 class ChatRequest(Wire):
-    """What a turn of a conversation answers, in the words of OpenAI's chat completions.
+    """The request of a turn of a conversation, with the fields of OpenAI's chat completions.
     `chat_template_kwargs` and `stop_token_ids` are vLLM's. A `tool_choice` other than "none" needs
-    HONE_TOOL_PARSER. `json_schema` is what the answer's text has to match."""
+    HONE_TOOL_PARSER. `json_schema` is a schema that the answer's text must match."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: tuple[dict[str, Plain], ...] | None = Field(default=None, max_length=MAX_TOOLS)
@@ -266,7 +266,7 @@ class ChatRequest(Wire):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the answer is limited to calls of tools or to a schema."""
+        """Whether the answer must be calls of tools or match a schema."""
         if self.json_schema is not None:
             return True
         may_call = bool(self.tools) and self.tool_choice != "none"
@@ -286,7 +286,7 @@ class SessionRecord(Wire):
 MAX_ROLLOUTS = 1024
 
 MAX_GROUPS = 1024
-"""Groups of a list that an Atropos environment sends at a time."""
+"""Most groups in a list that an Atropos environment sends."""
 
 MAX_KEY = 1000
 
@@ -380,7 +380,7 @@ class GroupCounts(Wire):
 
 
 class FromAtropos(Wire):
-    """A body of Atropos, by Atropos' names. Its other fields change nothing here."""
+    """A body of Atropos, with Atropos' names. Other fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -396,8 +396,8 @@ class RegisterEnv(FromAtropos):
 
 
 class EnvRegistered(Wire):
-    """`status` is "success", or says that the environment is to ask again; then the other fields
-    are None."""
+    """`status` is "success", or tells the environment to ask again; then the other fields are
+    None."""
 
     status: str
     env_id: int | None = None

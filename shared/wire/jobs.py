@@ -1,6 +1,6 @@
 """The jobs API: jobs as lists show them, their events and metrics, what is wrong with a run, and
-named API keys. No body here contains the job itself, so a command that only asks builds no job
-sections."""
+named API keys. No body here contains the job itself, so a read-only command need not build the
+job's sections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shared.wire.base import JobId, Listing, Weight, Wire
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 PauseReason = Literal["requested", "preempted", "error"]
-"""Why a job is paused: a person paused it; it made room for another job and continues
-automatically; or an operator has to do what `error` says."""
+"""Why a job is paused: by request; because another job preempted it, after which it continues
+automatically; or because of `error`, which needs operator action."""
 
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -44,20 +44,20 @@ class Obstacle(Wire):
 class JobSummary(Wire):
     """A job as lists show it. Times are Unix seconds.
 
-    `error` is a sentence: why it failed, or why it was paused; `pause_reason` is the code of the
-    latter, None unless the job is paused. `recoveries` counts how often it
-    continued after a service had lost its state, and `attempts` how often a worker took it up.
-    `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
+    `error` is a sentence: why it failed, or why it was paused; `pause_reason` is the code of a
+    pause, None unless the job is paused. `recoveries` counts how often it continued after a service
+    had lost its state, and `attempts` how often a worker took it. `stopped` says why a job
+    succeeded before its last step: a target or a budget of `[stop]`.
 
     `place` is the place in the queue, also for a running job whose worker is gone; 1 is taken next.
     `waits_for` says for each trainer, by host and port, why it takes no job now. `trainer` is the
     job's latest trainer, and `shares_with` are the jobs that take turns with it there: LoRA jobs of
     one base model. `submitted_by` is the API key that submitted the job, None: HONE_TOKEN; `weight`
     is that key's. `cost` is its cost up to its last step, in `currency`; None if the price of an
-    hour is not known. `learning_rate` is the peak of a job that trains. `doing` says what a running
-    job does, as of the last second: which services it waits for, and which are unreachable. `waits`
-    names what a queued or running job needs and lacks: a service, its data, a folder. The job
-    continues automatically once it is there.
+    hour is not known. `learning_rate` is the peak of a job that trains. `doing` is the activity of
+    a running job, as of the last second: which services it waits for, and which are unreachable.
+    `waits` names the missing dependency of a queued or running job: a service, its data, a folder.
+    The job continues automatically once it is available.
     """
 
     id: JobId
@@ -106,7 +106,7 @@ class JobState(Wire):
 
 class Withdrawn(Wire):
     """The result of withdrawing a submission. `job` is the job of the submission, which is
-    cancelled. None: no job was accepted, and none with this key will be."""
+    cancelled. None: no job was accepted, and no job with this key will be."""
 
     job: JobState | None = None
 
@@ -155,8 +155,8 @@ class Recovered(Listing[RecoveredJob]):
 
 
 class Event(Wire):
-    """Something that happened to a job, in order. `Last-Event-ID` and `?after=` take an `id`.
-    `time` is Unix seconds."""
+    """An event of a job, in order. `Last-Event-ID` and `?after=` take an `id`. `time` is Unix
+    seconds."""
 
     id: str
     job_id: JobId
@@ -177,7 +177,7 @@ class JobProgress(Wire):
 
 class EventList(Listing[Event]):
     """A page, oldest first. `next_after` goes back as `?after=` for the next page; None at the end.
-    Events that happen later come after the last id."""
+    Later events come after the last id."""
 
     events: tuple[Event, ...]
     next_after: str | None = None
@@ -189,7 +189,7 @@ class MetricsRow(Wire):
 
     @property
     def why_unchanged(self) -> str:
-        """Why the step changed no weight; "" if it changed some, or if the row does not say."""
+        """Why the step changed no weight; "" if it changed some, or if the row does not show it."""
         if self.metrics.get("skipped_steps"):
             return "loss or gradient were not finite"
         if self.metrics.get("num_examples") == 0:
@@ -205,7 +205,7 @@ class MetricsRow(Wire):
         for line in file.read_bytes().split(b"\n")[:-1]:
             try:
                 row = json.loads(line)
-            except ValueError:  # also zeros, and an empty line
+            except ValueError:  # also for zeros and an empty line
                 continue
             step = row.pop("step")
             rows.setdefault(step, cls(step=step, metrics=row))
@@ -223,7 +223,7 @@ class MetricsList(Listing[MetricsRow]):
 class MetricsColumns(Wire):
     """The rows of a job's metrics by column, for charts: `columns` has for each metric a value at
     each of `steps`, None where the step lacks it, of 7 significant digits. `names` are all metrics
-    that the job has, also metrics that were not asked for. If the job has more steps than `points`,
+    that the job has, also metrics that were not requested. If the job has more steps than `points`,
     `steps` are spread evenly over them, and the steps with an evaluation are among them;
     `num_steps` is how many there are."""
 
@@ -234,8 +234,8 @@ class MetricsColumns(Wire):
 
 
 Access = Literal["read", "full", "own"]
-"""A key's rights: "read" may look at everything, "full" may also change it. "own" may submit jobs,
-and may look at these alone, and change them."""
+"""A key's rights: "read" may read everything, "full" may also change everything. "own" may submit
+jobs, and may read and change only these."""
 
 KeyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
@@ -259,8 +259,8 @@ class ApiKey(Wire):
 
 
 class CreatedKey(ApiKey):
-    """A new key. Clients send `secret` as their token. It is shown only once: Hone keeps its digest
-    only."""
+    """A new key. Clients send `secret` as their token. It is shown only once, because Hone stores
+    only its digest."""
 
     secret: str
 
@@ -278,7 +278,7 @@ class KeyRevoked(Wire):
 
 
 FindingLevel = Literal["problem", "warning", "notice"]
-"""How much it matters: a "problem" keeps the job from its aim, a "warning" probably does, and a
+"""The severity: a "problem" prevents the job from learning, a "warning" probably does, and a
 "notice" is worth knowing."""
 
 FindingCode = Literal[
@@ -311,12 +311,12 @@ FindingCode = Literal[
     "stalled",
     "recovers_often",
 ]
-"""What a program tells findings apart by; docs/diagnosis.md explains each."""
+"""The code of a finding, for programs; docs/diagnosis.md explains each."""
 
 
 class Evidence(Wire):
-    """What a finding follows from: a `metric` with its `values` at `steps`, in the same order; or
-    what `text` says, with `metric` as the place where it was found (rollouts, record)."""
+    """The evidence of a finding: a `metric` with its `values` at `steps`, in the same order; or a
+    `text`, with its source as `metric` (rollouts, record)."""
 
     metric: str
     steps: tuple[int, ...] = ()
@@ -325,9 +325,9 @@ class Evidence(Wire):
 
 
 class Finding(Wire):
-    """One thing that is wrong, or probably is. `title`, `cause` and `remedy` are for people: what
-    is so, why it probably is, what to do. `since_step` is the first step of which it is true; None:
-    it is about no step."""
+    """A fault of a run, or a probable one. `title`, `cause` and `remedy` are for people: the fault,
+    its probable cause, and what to do. `since_step` is the first step with the fault; None: it does
+    not belong to a step."""
 
     code: FindingCode
     level: FindingLevel
@@ -339,8 +339,8 @@ class Finding(Wire):
 
 
 class FindingList(Listing[Finding]):
-    """Everything that is wrong with a job, the worst first, as of its last `step` with metrics.
-    `well`: nothing is a problem or a warning."""
+    """The findings of a job, the most severe first, as of its last `step` with metrics. `well`:
+    there is no problem and no warning."""
 
     job_id: JobId
     status: JobStatus

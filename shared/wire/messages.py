@@ -1,5 +1,5 @@
-"""Chat messages in one form, however they are written: for jobs, supervised data, sessions, and the
-sampler's own routes, so that the same messages are the same prompt everywhere."""
+"""Chat messages in a normal form: for jobs, supervised data, sessions, and the sampler's own
+routes, so that the same messages are the same prompt everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT_TYPES = ("text", "input_text", "output_text")
 def normalized(messages: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Returns the messages with `content` that is text, or None: its parts are joined. Other keys
     that are None, and a list of no calls, are left out, because templates test whether a message
-    has them. Raises ValueError naming the message and the part that is no text."""
+    has them. Raises ValueError naming the message and the part that is not text."""
     return tuple(normalized_one(each, f"message {index}") for index, each in enumerate(messages))
 
 
@@ -36,7 +36,7 @@ def for_template(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Returns the messages normalized, as vLLM gives them to a chat template: each has `content`
     that is text, and the arguments of an assistant's calls are objects, because templates iterate
     over them or write them as JSON. Raises ValueError as `normalized`, and for arguments that are
-    no object and no JSON text of one."""
+    neither an object nor the JSON text of one."""
     return [
         {
             **message,
@@ -54,8 +54,8 @@ def for_openai(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def without_arrow_nones(value: Any) -> Any:
-    """Returns a value of a table with its chat messages as they were before Arrow: it gives each
-    struct of a column the keys of all others, with None."""
+    """Returns a value of a table with its chat messages as they were before Arrow, which adds the
+    keys of all other structs of a column to each, with None."""
     if isinstance(value, list):
         return [without_arrow_nones(each) for each in cast(list[Any], value)]
     if not isinstance(value, dict):
@@ -85,13 +85,13 @@ def _part(part: Any, name: str) -> str:
         return text
     what = f"of type {kind!r}" if kind not in TEXT_TYPES else f"{part!r:.80}"
     raise ValueError(
-        f"{name} is {what}; expected parts of type 'text', with a 'text': models here read no other"
+        f"{name} is {what}; expected parts of type 'text', with a 'text': the models read only text"
     )
 
 
 def _without_none(value: Any, *, deep: bool = False) -> Any:
-    """Returns an object without its keys that are None, and of a call without those of its
-    function. Arguments may have a None that is meant, and keep it unless `deep`."""
+    """Returns an object without keys that are None; in a call also without such keys of its
+    function. A None in arguments may be intended, and is kept unless `deep`."""
     if isinstance(value, list):
         return [_without_none(each, deep=deep) for each in cast(list[Any], value)]
     if not isinstance(value, dict):

@@ -24,7 +24,7 @@ PREFIX = "ftevent-"
 
 
 class Hyperparameters(Wire):
-    """OpenAI's knobs, of every method. docs/openai.md has a table of what each does to the job."""
+    """OpenAI's hyperparameters, of every method. docs/openai.md says what each does to the job."""
 
     batch_size: Auto | int = Field(default="auto")
     learning_rate_multiplier: Auto | float = Field(default="auto")
@@ -39,7 +39,7 @@ class Hyperparameters(Wire):
 
 
 class ReinforcementHyperparameters(Hyperparameters):
-    """The knobs of reinforcement."""
+    """The hyperparameters of reinforcement."""
 
     compute_multiplier: Auto | float = Field(default="auto")
     eval_interval: Auto | int = Field(default="auto")
@@ -48,7 +48,7 @@ class ReinforcementHyperparameters(Hyperparameters):
 
 
 class DpoHyperparameters(Hyperparameters):
-    """The knobs of preferences. OpenAI's `beta` is at most 2."""
+    """The hyperparameters of preferences. OpenAI's `beta` is at most 2."""
 
     beta: Auto | float = Field(default="auto")
 
@@ -70,8 +70,8 @@ class Reinforcement(Wire):
 
 
 class FineTuningMethod(Wire):
-    """What is learned: by reinforcement, from answers ("supervised"), or from preferences ("dpo").
-    The field of the type's name has its parameters, which only reinforcement needs."""
+    """The objective: reinforcement, given answers ("supervised"), or preferences ("dpo"). The field
+    of the type's name has its parameters, which only reinforcement needs."""
 
     type: Literal["reinforcement", "supervised", "dpo"] = "supervised"
     reinforcement: Reinforcement | None = None
@@ -91,7 +91,7 @@ class FineTuningMethod(Wire):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The knobs of the method."""
+        """The hyperparameters of the method."""
         chosen = self.reinforcement or self.supervised or self.dpo
         return chosen.hyperparameters if chosen else Hyperparameters()
 
@@ -167,7 +167,7 @@ class FineTuningJobList(Wire):
 
 
 class FineTuningEvent(Wire):
-    """Something that happened to a job. `data` of "metrics" are numbers."""
+    """An event of a job. The `data` of "metrics" are numbers."""
 
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"

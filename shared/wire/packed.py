@@ -96,7 +96,7 @@ class Packed(Sequence[N], Generic[N]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Serializes to bytes if the context says `packed`, else to a list."""
+        """Serializes to bytes if the context has `packed`, else to a list."""
         return core_schema.no_info_plain_validator_function(
             cls.parse,
             serialization=core_schema.plain_serializer_function_ser_schema(_plain, info_arg=True),
@@ -145,7 +145,9 @@ def _to_bytes(code: str, numbers: Iterable[Any] | bytes) -> bytes:
     if isinstance(numbers, bytes):
         size = array.array(code).itemsize
         if len(numbers) % size:
-            raise ValueError(f"{len(numbers)} bytes are no whole number of entries of {size} bytes")
+            raise ValueError(
+                f"{len(numbers)} bytes are not a whole number of entries of {size} bytes"
+            )
         return numbers
     try:
         return _native(code, array.array(code, numbers).tobytes())

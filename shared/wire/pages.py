@@ -1,5 +1,5 @@
-"""How many entries one answer of the jobs API has at most. Nothing is imported here, so that
-`hone logs --help` starts fast."""
+"""The most entries of one answer of the jobs API. Nothing is imported here, so that `hone logs
+--help` starts fast."""
 
 from __future__ import annotations
 

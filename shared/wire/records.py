@@ -1,6 +1,6 @@
 """The jobs API: bodies that contain the job itself, such as a submission and a job's record; its
 stored rollouts; and the report of a job of 0 steps, which compares models on held-out problems. And
-what a job will probably need (`POST /v1/jobs/plan`, `hone plan`, part of a dry run), which
+the plan of a job's probable needs (`POST /v1/jobs/plan`, `hone plan`, part of a dry run), which
 `shared/plan/` computes."""
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Cost(Wire):
 
 
 class Placement(Wire):
-    """Who gets which GPUs. "split": each its own. "turns": both the same ones, one after the other
-    (HONE_COLOCATE). "shared": both the same ones at once. "cpu": none. `fits` is False for the
-    reasons in `why_not`. `recomputes`: with gradient checkpointing. `settings` are the settings, by
-    name, that choose it."""
+    """How trainer and sampler use the GPUs. "split": each has its own. "turns": both use the same
+    ones, one after the other (HONE_COLOCATE). "shared": both use the same ones at once. "cpu":
+    none. `fits` is False for the reasons in `why_not`. `recomputes`: with gradient checkpointing.
+    `settings` are the settings, by name, that select it."""
 
     kind: PlacementKind
     trainer_ranks: int
@@ -159,7 +159,7 @@ class SubmitRequest(Wire):
 class JobRecord(JobSummary):
     """The whole record of a job. `run_dir` holds everything it wrote. `data` identifies the content
     of its data, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. The job
-    continues with that content only. `summary` is its result, once it has succeeded; of a job of 0
+    continues only with that content. `summary` is its result, once it has succeeded; of a job of 0
     steps its `evaluation` is an EvaluationReport. `warnings` were found at its submission: allowed
     values that are probably mistakes."""
 
@@ -171,9 +171,10 @@ class JobRecord(JobSummary):
 
 
 class PreviewedPrompt(Wire):
-    """A prompt as a job would send it: `index` is its row, `content` what the row became. `text` is
-    what the model reads, chat template included, in `num_tokens` tokens; None if its tokenizer is
-    not known here. `answers` are what a supervised job learns after it, the preferred one first."""
+    """A prompt as a job would send it: `index` is its row, and `content` the prompt made of it.
+    `text` is the model's input, chat template included, in `num_tokens` tokens; None if its
+    tokenizer is not known here. `answers` are the answers that a supervised job learns, the
+    preferred one first."""
 
     index: int
     content: str | tuple[Message, ...]
@@ -219,9 +220,9 @@ class TokenColumns(Wire):
 
 
 class RolloutDetail(Wire):
-    """What else is stored of a rollout: the `messages` after the prompt of a conversation, `error`
-    if it went wrong, its environment's `info`, the row of its problem, and its tokens. None:
-    `no_tokens` says why they cannot be shown."""
+    """Details of a stored rollout: the `messages` after the prompt of a conversation, `error` if it
+    went wrong, its environment's `info`, the row of its problem, and its tokens. None: `no_tokens`
+    says why they cannot be shown."""
 
     messages: tuple[Message, ...] = ()
     error: str | None = None
@@ -233,9 +234,9 @@ class RolloutDetail(Wire):
 
 
 class GradedRollout(Wire):
-    """A stored rollout as people look at it. With credit by turns, `turn_advantages` are the
-    turns' (None: not trained on), and `advantage` is their mean. `forked` says for each of its
-    branches why its history was written anew. `detail` is there if it was asked for."""
+    """A stored rollout, for people to read. With credit by turns, `turn_advantages` are the turns'
+    (None: not trained on), and `advantage` is their mean. `forked` has for each of its branches why
+    the history was rewritten. `detail` is None unless it was requested."""
 
     prompt_index: int
     prompt: str | tuple[Message, ...]
@@ -254,8 +255,8 @@ class GroupSummary(Wire):
     """A prompt's group of a step, in lists `[G]`. Its rollouts are the step's rollouts from
     position `first` on. `spread` is the standard deviation of its rewards, None for fewer than two.
     `prompt` is the beginning of the prompt's last message; `num_tokens` counts sampled tokens, and
-    `versions` are the weights that sampled it. `found`: the positions in the group of the rollouts
-    that were searched for."""
+    `versions` are the weights that sampled it. `found`: the positions, in the group, of the
+    rollouts that match the search."""
 
     prompt_index: int
     prompt: str
@@ -272,7 +273,7 @@ class GroupSummary(Wire):
 
 class GroupList(Listing[GroupSummary]):
     """`GET /v1/jobs/{id}/rollouts/groups`: the groups of `step`. `steps` are the steps with stored
-    rollouts, and `dropped` how many groups without signal others replaced."""
+    rollouts, and `dropped` how many groups without signal were replaced."""
 
     step: int
     groups: tuple[GroupSummary, ...]
@@ -288,8 +289,8 @@ class ProblemStep(Wire):
 
 
 class ProblemHistory(Listing[ProblemStep]):
-    """`GET /v1/jobs/{id}/problems/{index}`: the groups of one problem, newest step first.
-    `next_before` goes back as `?before=` to look at earlier steps; None: there are none."""
+    """`GET /v1/jobs/{id}/problems/{index}`: the groups of one problem, newest step first. Pass
+    `next_before` as `?before=` for earlier steps; None: there are none."""
 
     prompt_index: int
     steps: tuple[ProblemStep, ...]
@@ -307,9 +308,9 @@ class RolloutList(Listing[GradedRollout]):
 
 
 class RegradeRequest(Wire):
-    """`POST /v1/jobs/{id}/regrade`: how other `rewards` would grade the stored rollouts of
-    `first_step` to `last_step`, both included. Nothing is written to the run. `num_examples` bounds
-    the rollouts shown."""
+    """`POST /v1/jobs/{id}/regrade`: grades the stored rollouts of `first_step` to `last_step`, both
+    included, by other `rewards`. Nothing is written to the run. `num_examples` bounds the rollouts
+    shown."""
 
     first_step: int = Field(ge=1)
     last_step: int = Field(ge=1)
@@ -354,7 +355,7 @@ class Estimate(Wire):
     or equal values.
 
     `p_value` is for a difference on few problems, by an exact permutation test: None if more than
-    16 problems differ, or if this is no difference."""
+    16 problems differ, or if the estimate is not of a difference."""
 
     mean: float
     low: float | None = None
@@ -366,7 +367,7 @@ class Estimate(Wire):
 class ModelScores(Wire):
     """A model's scores on a held-out set, by metric: reward, pass@k, completions/mean_length
     (tokens), completions/clipped_ratio (the share that `max_tokens` cut off). `missing_rewards` and
-    `errored_rollouts` are shares of its completions, which count nowhere else.
+    `errored_rollouts` are shares of its completions, which are left out of the other metrics.
 
     `differences` are its metrics minus the first model's, over the same problems; empty for the
     first model."""
@@ -390,7 +391,7 @@ class SetReport(Wire):
 
 class EvaluationReport(Wire):
     """The result of the job `id`, which evaluated models: the `evaluation` in its summary. `dtype`
-    is what the samplers computed in; "": it is not known."""
+    is the samplers' dtype; "": it is not known."""
 
     id: JobId
     temperature: float

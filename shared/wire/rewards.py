@@ -1,5 +1,5 @@
-"""Completions to grade, and their scores: `POST /score`; graders alone (`/graders`), and programs
-in their sandbox (`POST /execute`)."""
+"""Completions to grade, and their scores (`POST /score`); graders without a job (`/graders`); and
+programs in the sandbox (`POST /execute`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ScoreItem(Wire):
     arguments.
 
     `num_tokens` is the completion's length in tokens, for graders of length. `messages` are a
-    conversation after its prompt, whose last answer is the completion, and `info` is what its
-    environment said. `prompt_end` is the end of the text that the completion follows, as the chat
-    template wrote it; None: not known.
+    conversation after its prompt, whose last answer is the completion, and `info` is its rollout's
+    `info`, from the environment. `prompt_end` is the end of the text that the completion follows,
+    as the chat template wrote it; None: not known.
     """
 
     prompt: str | tuple[Message, ...]
@@ -38,7 +38,7 @@ class ScoreItem(Wire):
 
 MAX_SCORED_ITEMS = 4096
 """Most items of one request, four groups of the largest size: while the service reads or writes a
-body, it does nothing else."""
+body, it answers no other request."""
 
 MAX_REWARDS = 64
 
@@ -94,8 +94,8 @@ Verdict = Literal[
     "sandbox_error",
     "error",
 ]
-"""How a grading went. The last three have no value: not applicable, the sandbox failed, the grader
-failed."""
+"""The result of a grading. The last three have no value: not applicable, the sandbox failed, the
+grader failed."""
 
 
 class Part(Wire):
@@ -133,7 +133,7 @@ class Score(Wire):
 
 
 class ScoreResult(Wire):
-    """One score per item, in the order asked."""
+    """One score per item, in the order of the request."""
 
     scores: tuple[Score, ...]
 
@@ -168,8 +168,8 @@ class GraderList(Wire):
 
 
 class ValidateRequest(Wire):
-    """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with
-    sentences if not. None: the columns are not known, and every column counts as present.
+    """`POST /graders/validate`: checks that these rewards work on rows with these `columns`; 422
+    with the reasons if not. None: the columns are not known, and every column counts as present.
 
     `prompts` are a handful of the job's; a row with which no completion could be graded is refused
     too.
@@ -196,8 +196,8 @@ class TriedReward(Wire):
     """A reward's mean value for empty completions, and for the reference answers of the
     `num_references` rows that have one. None: no value. `full_mark` is the value of a right
     completion, if known. `why` is the grader's detail for the first reference below the full mark
-    or for an empty completion, or says why nothing was tried. `num_failed` of the completions that
-    it was tried on failed, as by a time-out; `failure` is the first one's reason."""
+    or for an empty completion, or the reason why nothing was tried. `num_failed` of the completions
+    that it was tried on failed, as by a time-out; `failure` is the first one's reason."""
 
     reward: str
     empty: float | None = None
@@ -209,8 +209,8 @@ class TriedReward(Wire):
     failure: str = ""
 
 
-class Tried(Wire):
-    """One entry per reward, in the order asked."""
+class TriedRewards(Wire):
+    """One entry per reward, in the order of the request."""
 
     rewards: tuple[TriedReward, ...]
 
@@ -228,7 +228,7 @@ class GraderRunRequest(Wire):
 
 
 class GraderErrors(Wire):
-    """What went wrong, by OpenAI's names. All false: nothing did."""
+    """The errors of a grading, by OpenAI's names. All false: there was none."""
 
     formula_parse_error: bool = False
     invalid_variable_error: bool = False
@@ -288,7 +288,7 @@ class ExecuteRequest(Wire):
 
 
 class Execution(Wire):
-    """How a program ended. `verdict` "ok" means that it ran to its end; `value` is then the value
+    """The end of a program. `verdict` "ok" means that it ran to its end; `value` is then the value
     of `expression`, as plain data."""
 
     verdict: Literal[

@@ -1,5 +1,5 @@
-"""Published weights: one version, and where a sampler gets it; prompts, and the completions that
-the sampler makes: `POST /generate`."""
+"""Published weights: a version, and where a sampler gets it. Prompts, and the completions that the
+sampler makes (`POST /generate`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PublishRequest(Fenced):
 class Canary(Wire):
     """A fixed sequence and its log-probs by the trainer's weights of the version: `logprobs` `[T -
     1]` of all tokens but the first, in nats, at temperature 1, computed in `dtype`. `noise`: by how
-    many nats they differ on average where every result on the way is rounded otherwise; 0: it was
-    not measured."""
+    many nats they differ on average if every intermediate result is rounded in another way; 0: it
+    was not measured."""
 
     token_ids: TokenIds
     logprobs: Logprobs
@@ -41,8 +41,8 @@ class Published(Fenced):
 
     `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
     however they are spread over files (`shared/weights/folders.py`). The sampler computes the
-    digest again when it loads the version. `again`: the sampler's weights were found wrong, so it
-    must load this version even if it serves it already.
+    digest again when it loads the version. `again`: the sampler's weights were wrong, so it must
+    load this version even if it serves the version already.
     """
 
     version: int = Field(ge=0)
@@ -63,8 +63,8 @@ class FolderWeights(Published):
 
 
 class WeightFile(Wire):
-    """A file to fetch from the trainer, in ranges if need be. `path` is a path of the trainer's
-    API: the sampler's own settings give the trainer's address."""
+    """A file to fetch from the trainer, in ranges if needed. `path` is a path of the trainer's API:
+    the sampler's own settings give the trainer's address."""
 
     path: str = Field(pattern=r"^/weights(/[A-Za-z0-9_-][A-Za-z0-9._-]*){3}$")
     size_bytes: int = Field(ge=0)
@@ -82,8 +82,8 @@ class HttpWeights(Published):
 
 
 class DeltaStep(Wire):
-    """From the version with `base_digest` to the version with `digest`: a file with the elements
-    whose bits differ (`shared/weights/delta.py`), `num_changed` of `num_elements`."""
+    """The change from the version with `base_digest` to the version with `digest`: a file with the
+    elements whose bits differ (`shared/weights/delta.py`), `num_changed` of `num_elements`."""
 
     base_digest: str
     digest: str
@@ -144,8 +144,8 @@ class SentWeights(Published):
 
 
 class BroadcastWeights(SentWeights):
-    """Sent to every sampler that connects to `port` of the trainer's host and knows `key`: each of
-    `chunks` is one packed tensor of bytes."""
+    """A version sent to every sampler that connects to `port` of the trainer's host and knows
+    `key`: each of `chunks` is one packed tensor of bytes."""
 
     method: Literal["nccl"]
     port: int
@@ -154,7 +154,7 @@ class BroadcastWeights(SentWeights):
 
 
 class SharedWeights(SentWeights):
-    """Read by the sampler in the trainer's memory, on the GPU with this UUID."""
+    """A version that the sampler reads in the trainer's memory, on the GPU with this UUID."""
 
     method: Literal["ipc"]
     gpu: str
@@ -175,8 +175,8 @@ class WeightsRef(RootModel[Annotated[AnyWeights, Field(discriminator="method")]]
 
 
 class Prompt(Wire):
-    """One problem: what the model sees, and the dataset row its graders see. `index` is its row in
-    the dataset."""
+    """One problem: the model's input as `content`, and the dataset row that its graders read.
+    `index` is its row in the dataset."""
 
     index: int
     content: str | tuple[Message, ...]
@@ -184,17 +184,17 @@ class Prompt(Wire):
 
 
 FinishReason = Literal["stop", "length", "timeout", "error"]
-"""Why a completion ended: of itself, by `max_tokens`, by its deadline, or because it went wrong."""
+"""A completion ended by its end token or a stop string, `max_tokens`, its deadline, or an error."""
 
 
 MAX_TOP = 100
-"""How many of the likeliest tokens may be asked for at each place."""
+"""The most of the likeliest tokens that may be requested at each position."""
 
 
 class Sampling(Wire):
-    """How to sample. `n` completions; `temperature` 0 is greedy; `top_k` 0 is the whole vocabulary;
-    `min_p` drops tokens less likely than this share of the likeliest token's probability; `seed`
-    makes a request repeatable on one engine."""
+    """The sampling options. `n` completions; `temperature` 0 is greedy; `top_k` 0 is the whole
+    vocabulary; `min_p` drops tokens less likely than this share of the likeliest token's
+    probability; `seed` makes a request repeatable on one engine."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=256, ge=1)
@@ -212,7 +212,7 @@ class Sampling(Wire):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-class Known(Wire):
+class ConversationPrefix(Wire):
     """A conversation so far: the token ids `[T]` of its first `num_messages` messages, of which the
     last is an answer, up to the last sampled token. `version`: the weights whose cached prefixes
     the next answer may continue from, also if newer ones serve; None: the weights that serve."""
@@ -289,7 +289,7 @@ class GenerateRequest(Fencing):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     json_schema: dict[str, Plain] | None = None
-    known: Known | None = None
+    known: ConversationPrefix | None = None
     answers: tuple[str | Message, ...] = ()
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
@@ -323,9 +323,8 @@ class Span(Wire):
 
 class Branch(Wire):
     """Another row of the same rollout: what was sampled after other tokens than the rollout's own
-    row has, because its history was written anew. `because` says how. Its columns are as in
-    `Rollout`. No token is sampled in two rows: what another row has sampled stands in
-    `prompt_token_ids`."""
+    row has, because its history was rewritten. `because` says how. Its columns are as in `Rollout`.
+    No token is sampled in two rows: what another row has sampled stands in `prompt_token_ids`."""
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
@@ -372,7 +371,7 @@ class Rollout(Wire):
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
-    `branches` are its other rows, if its history was written anew on the way. `info` is the
+    `branches` are its other rows, if its history was rewritten on the way. `info` is the
     environment's: `reward` is its reward of the episode, and `turn_rewards` has what each answer
     earned of it, row by row, its own row last, None where that is nothing
     (services/orchestrator/grpo/advantages.py). A rollout that went wrong has `finish_reason`
@@ -399,29 +398,29 @@ class Rollout(Wire):
 
     @property
     def went_wrong(self) -> bool:
-        """Whether it is neither graded nor trained on."""
+        """Whether the rollout failed, so that it is neither graded nor trained on."""
         return self.finish_reason in ("error", "timeout")
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The weight versions that sampled it and its branches, in order and each once."""
+        """The weight versions that sampled the rollout and its branches, in order and each once."""
         rows = (*self.branches, self)
         return tuple(dict.fromkeys(span.version for row in rows for span in row.spans))
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the policy sampled, in its own row and in its branches."""
+        """The number of sampled tokens, in the rollout's own row and in its branches."""
         branched = sum(branch.num_sampled for branch in self.branches)
         return _num_sampled(self.sampled, self.token_ids) + branched
 
 
 class RolloutGroup(Wire):
     """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids` `[P]`, by the
-    sampler `replica` ("": none of ours). `overlong`: the prompt was too long, so its first tokens
-    were cut off, or it was refused. `prompt_logprobs` `[P - 1]` are of the prompt's tokens but the
-    first, in nats, if they were asked for; `prompt_top_ids` and `prompt_top_logprobs` `[(P - 1) k]`
-    are the k likeliest tokens in their places, likeliest first. `forked`: why the prompt does not
-    begin with the request's `known` tokens; "": it does, or there were none."""
+    sampler `replica` ("": not sampled by Hone). `overlong`: the prompt was too long, so its first
+    tokens were cut off, or it was refused. `prompt_logprobs` `[P - 1]` are of the prompt's tokens
+    but the first, in nats, if they were asked for; `prompt_top_ids` and `prompt_top_logprobs` `[(P
+    - 1) k]` are the k likeliest tokens in their places, likeliest first. `forked`: why the prompt
+    does not begin with the request's `known` tokens; "": it does, or there were none."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]

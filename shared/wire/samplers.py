@@ -19,9 +19,9 @@ class EngineSpec(Wire):
 
     `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype`
     "auto" takes bfloat16 where the hardware has it and float32 elsewhere. `max_lora_rank` is the
-    largest rank of adapters to serve beside the model, if its architecture takes any; None: none.
-    With `sampling_masks` the answer lists the tokens that could be sampled, if these are not the
-    whole vocabulary (`Rollout.kept_ids`).
+    largest rank of adapters to serve beside the model, if its architecture supports adapters; None:
+    none. With `sampling_masks` the answer lists the tokens that could be sampled, if these are not
+    the whole vocabulary (`Rollout.kept_ids`).
     """
 
     model: str
@@ -35,7 +35,8 @@ class EngineSpec(Wire):
 
 class ModelRequest(EngineSpec, Fencing):
     """`PUT /model`: serve this model. Putting the same model again starts nothing. A job names
-    itself and its fence, and older fences are refused from then on; a request by hand names no job.
+    itself and its fence, and older fences are refused from then on; a request without a job names
+    none.
 
     `own_weights`: the weights in the model's folder serve the job, as version 0; it loads no
     others. `keep_prefixes`: new weights leave the cache alone, see `SamplingSpec`. The attempts
@@ -56,12 +57,13 @@ class ServingWeights(Fencing):
     version of a job was loaded yet.
 
     The sampler computes `digest` over the tensors that it read, and `canary_logprobs` of the
-    canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is all that the
-    load took, and `paused_s` the part of it in which no token was sampled. `replica` names the
-    sampler, and `boot_id` this life of its engine. It samples up to `max_num_seqs` completions at
-    once, as far as its cache of `kv_cache_tokens` tokens has room; 0: unknown. `gpus` are the UUIDs
-    of its GPUs, and `memory_space` is as in `TrainerState`. `doing` says what takes long while an
-    engine starts. `taken` says why the caller is refused: another orchestrator's job has it.
+    canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is the duration
+    of the load, and `paused_s` the part of it in which no token was sampled. `replica` names the
+    sampler, and `boot_id` identifies this start of its engine. It samples up to `max_num_seqs`
+    completions at once, as far as its cache of `kv_cache_tokens` tokens has room; 0: unknown.
+    `gpus` are the UUIDs of its GPUs, and `memory_space` is as in `TrainerState`. `doing` is the
+    stage of an engine that is starting. `taken` is why the caller is refused: another
+    orchestrator's job has the sampler.
     """
 
     job_id: JobId | None = None
@@ -91,7 +93,7 @@ class SleepRequest(Fencing):
 
 
 class CheckedWeights(Wire):
-    """`POST /weights/check`: `version` of `job_id` was loaded last, and claims to serve; None: the
+    """`POST /weights/check`: `version` of `job_id` was loaded last, and should serve; None: the
     model that the engine started with. Of `num_tensors` tensors the engine's bytes differ for
     `differing`; `unread` could not be read back."""
 
@@ -130,10 +132,10 @@ class SamplerList(Wire):
 
 
 class ServiceState(Wire):
-    """What a service says of itself. `error` says why it does not answer now; `answered_at` is when
-    it last did, in Unix seconds, as far as this orchestrator knows. A trainer's and a sampler's
-    states are as they tell them. `gauges` are its metrics without labels, by their names without
-    `hone_<service>_`, such as "running_requests" and "memory_bytes"."""
+    """The state of a service. `error` says why it does not answer now; `answered_at` is when it
+    last did, in Unix seconds, as far as this orchestrator knows. `trainer` and `sampler` are the
+    answers of a trainer and a sampler. `gauges` are its metrics without labels, by their names
+    without `hone_<service>_`, such as "running_requests" and "memory_bytes"."""
 
     service: Literal["trainer", "rollout", "reward"]
     url: str
@@ -151,7 +153,7 @@ class ServiceList(Wire):
 
 
 class SamplerSync(Wire):
-    """How one sampler got a version: seconds of its load, the seconds in which it sampled
+    """How one sampler received a version: seconds of its load, the seconds in which it sampled
     nothing, and bytes that came over the network. `canary_difference` is the mean distance of its
     log-probs to the trainer's on the canary, in nats; None: not measured."""
 
@@ -163,8 +165,8 @@ class SamplerSync(Wire):
 
 
 class Sync(Wire):
-    """How a version of the weights reached the samplers. `digest` is of the bytes that each of them
-    read itself, so the version is proven. `seconds` is from its publication until the last one
+    """How a version of the weights reached the samplers. `digest` is of the bytes that each sampler
+    read itself, which verifies the version. `seconds` is from its publication until the last one
     served it."""
 
     version: int
@@ -186,6 +188,6 @@ class SyncList(Listing[Sync]):
 
 class Unregistered(Wire):
     """`DELETE /v1/samplers/{replica}`: it gets no further groups. With `?boot_id=` only that
-    process is unregistered, and not a later sampler of its name."""
+    process is unregistered, and not a later sampler of that name."""
 
     replica: str

@@ -40,7 +40,7 @@ class Batch(Wire):
 
 
 class Example(Wire):
-    """One completion with its advantage, as the trainer takes it.
+    """One completion with its advantage, as the trainer receives it.
 
     `token_ids`, `sampled`, `spans`, `kept_ids` and `kept_counts` are as in `Rollout`;
     `old_logprobs` `[T]` are the sampler's `logprobs`, in nats, each by the weights that sampled the
@@ -49,8 +49,8 @@ class Example(Wire):
     job's weights, as far as is known.
 
     `ratio_mask` `[T]` is 1 where a token counts in the ratio of the sequence, of the loss "gspo";
-    empty: every token does. `context_ids` `[T]` are what the model reads in the completion's
-    places, where that is not `token_ids`; then `token_ids` are targets alone. Empty: `token_ids`.
+    empty: every token does. `context_ids` `[T]` are the model's input at the completion's positions
+    if that differs from `token_ids`, which are then only targets. Empty: `token_ids`.
     """
 
     prompt_token_ids: TokenIds
@@ -77,8 +77,8 @@ class StepTotals(Wire):
 class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
     The same job again changes only the fence. Another job replaces it, unless its attempt is one of
-    `beside`: then the two take turns on one base model, each with its own adapter. Where both have
-    work, they get tokens in proportion to `weight`, the jobs of one API `key` together.
+    `beside`: then the two take turns on one base model, each with its own adapter. When both have
+    work, they get tokens in proportion to `weight`; the jobs of one API `key` share one weight.
     `orchestrator` is the job's owner: the trainer takes it from the request's header."""
 
     job: Job
@@ -93,15 +93,15 @@ class TrainerState(Fencing):
     job yet.
 
     `num_trainable` counts the parameters that change (fewer under LoRA). `without` says which
-    saving of time the model cannot have, and why ("": it has all). `skipped_steps` counts steps
-    that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
-    checkpoint that the job resumed from, and `damaged` names newer checkpoints that could not be
-    used. `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
-    failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
-    is not the requested work. `sharing` are the jobs that are loaded and take turns, and `turn_s`
-    is how many seconds the last change of turns took (None: there was none). `gpu` is the UUID of
-    rank 0's GPU; a sampler on the same GPU can read its memory if both have the same
-    `memory_space` (shared/weights/meeting.py). `taken` says why the caller is refused: the trainer
+    optimization the model cannot use, and why ("": it uses all). `skipped_steps` counts steps that
+    changed no weight, because a loss or gradient was not finite. `resumed_step` is the checkpoint
+    that the job resumed from, and `damaged` names newer checkpoints that could not be used.
+    `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
+    failure. `boot_id` identifies this start of the ranks. `doing` is a sentence on work that takes
+    long now and was not requested. `sharing` are the jobs that are loaded and take turns, and
+    `turn_s` is how many seconds the last change of turns took (None: there was none). `gpu` is the
+    UUID of rank 0's GPU; a sampler on the same GPU can read its memory if both have the same
+    `memory_space` (shared/weights/meeting.py). `taken` is why the caller is refused: the trainer
     has another orchestrator's job.
     """
 
@@ -129,7 +129,7 @@ class TrainerState(Fencing):
 
 class ReleaseRequest(Fenced):
     """`POST /release`: the job leaves the trainer, and another orchestrator may take it. The job
-    stays loaded until another is."""
+    stays loaded until another one is loaded."""
 
 
 class Released(Wire):
@@ -178,7 +178,7 @@ one length of answers."""
 class TokenLoss(Wire):
     """A loss that is a sum over tokens (services/trainer/learning/loss.py has the formulas).
     `ratio_low` and `ratio_high` bound the ratio of "ppo", "cispo" and "gspo"; None: the default of
-    `RATIO_BOUNDS`. `beta` is of "dro"."""
+    `RATIO_BOUNDS`. `beta` belongs to "dro"."""
 
     name: TokenLossName
     ratio_low: float | None = Field(default=None, ge=0)
@@ -238,8 +238,8 @@ class ForwardBackwardRequest(Fenced):
 
 
 class ForwardBackwardResult(Wire):
-    """What operation `step` found: the sum over the examples' sampled tokens, and their log-probs
-    `[N]` at temperature 1, one example after the other, in nats."""
+    """The result of operation `step`: the sum over the examples' sampled tokens, and their
+    log-probs `[N]` at temperature 1, one example after the other, in nats."""
 
     step: int
     loss: float
@@ -256,8 +256,8 @@ class OptimStepRequest(Fenced):
 
 
 class OptimStepResult(Wire):
-    """What operation `step` did. `grad_norm` is before clipping; `num_calls` counts the
-    `/forward_backward` operations that the gradient was of."""
+    """The result of operation `step`. `grad_norm` is before clipping; `num_calls` counts the
+    `/forward_backward` operations in the gradient."""
 
     step: int
     grad_norm: float
@@ -266,14 +266,14 @@ class OptimStepResult(Wire):
 
 
 class StepResult(Wire):
-    """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and
-    micro-batches.
+    """The result of a step. `loss` and `metrics` are over the whole step's valid tokens, all ranks
+    and micro-batches.
 
     `num_updates` counts optimizer steps. `skipped`: some loss or gradient was not finite, and the
     step changed no weight. `logprobs` and `entropies` `[N]` are of the sampled tokens of all
     examples, one example after the other, at the sampling temperature and in nats: log-probs by the
-    weights before the step, entropies by the weights that the token was trained on last; empty
-    where they are not known any more.
+    weights before the step, entropies by the weights that the token was trained on last; empty if
+    they are no longer known.
     """
 
     step: int
@@ -291,10 +291,10 @@ class StepResult(Wire):
 
 
 class TrainedTokens(Wire):
-    """What the trainer computed for the tokens of a step's rollouts, as stored in the run folder:
-    axes `[P]` prompts, `[P][G]` rollouts, `[P][G][T]` tokens of a rollout's own row. NaN for a
-    token that was not trained on; empty for such a row. `logprobs` and `entropies` are as in
-    `StepResult`."""
+    """The trainer's log-probs and entropies for the tokens of a step's rollouts, as stored in the
+    run folder: axes `[P]` prompts, `[P][G]` rollouts, `[P][G][T]` tokens of a rollout's own row.
+    NaN for a token that was not trained on; empty for such a row. `logprobs` and `entropies` are as
+    in `StepResult`."""
 
     step: int
     logprobs: tuple[tuple[Logprobs, ...], ...]
@@ -340,16 +340,17 @@ class CheckpointFiles(Listing[CheckpointFile]):
 
 
 SavedKind = Literal["checkpoint", "snapshot", "export"]
-"""What a program saves: a checkpoint, weights for samplers, or a checkpoint to be downloaded."""
+"""The kinds of saved weights: a checkpoint, weights for samplers, or a checkpoint for download."""
 
 
 class ProgramOperation(Wire):
-    """One operation: what it does, and the digest of the request's body; a "refused" one does
-    nothing, because its request could not be read. `name` is the name of what it saves; "" names
-    none. `num_targets` says of each datum how many targets each of its tokens has: as many of the
-    examples, one after the other, are of the datum; 0: one target, without an axis; empty: all
-    have 0. `loss_name` is the program's name of the loss, where `loss` is computed in its place.
-    `ttl_s` is for how many seconds what it saves is kept; None: for ever."""
+    """One operation: its kind and arguments, and the digest of the request's body; a "refused" one
+    does nothing, because its request could not be read. `name` is the name of the saved weights;
+    "": they have none. `num_targets` has for each datum the number of targets of each of its
+    tokens, which is the number of consecutive examples of the datum; 0: one target, without an
+    axis; empty: all have 0. `loss_name` is the program's name of the loss, where `loss` is computed
+    in its place. `ttl_s` is for how many seconds the saved weights are kept; None: without
+    limit."""
 
     kind: Literal[
         "forward",
@@ -372,20 +373,20 @@ class ProgramOperation(Wire):
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the trainer counts it: it changes the gradient or the weights."""
+        """Whether the trainer counts the operation: it changes the gradient or the weights."""
         return self.kind in ("forward_backward", "optim_step")
 
     @property
     def saves(self) -> SavedKind | None:
-        """What it saves; None: nothing."""
+        """The kind of weights that the operation saves; None: it saves none."""
         return self.kind if self.kind in ("checkpoint", "snapshot", "export") else None
 
 
 class OperationOutcome(Wire):
-    """What an operation did. `error` says why it failed, as the program can fix it. `step` is the
-    trainer's last operation at its end, and so the weights' version. `path` and `size_bytes` are of
-    a checkpoint. `adapter` is a snapshot's, in the run folder; None: the model has no adapter that
-    samplers take, and its newest snapshot alone is sampled."""
+    """The outcome of an operation. `error` says why it failed, for errors that the program can fix.
+    `step` is the trainer's last operation at its end, and so the weights' version. `path` and
+    `size_bytes` belong to a checkpoint. `adapter` belongs to a snapshot, in the run folder; None:
+    the model has no adapter that samplers support, and only its newest snapshot can be sampled."""
 
     step: int = 0
     error: str | None = None
@@ -398,15 +399,16 @@ class OperationOutcome(Wire):
 
 
 class LogStart(Wire):
-    """Where a log of operations begins: those before `number` were done, the trainer counted `done`
-    of them, and every checkpoint that it may resume from has them."""
+    """The beginning of a log of operations: operations before `number` are final, because every
+    checkpoint from which the trainer may resume contains them. The trainer counted `done` of
+    them."""
 
     number: int = 1
     done: int = 0
 
 
 class SavedWeights(Wire):
-    """What operation `number` saved: weights of version `step`, in the folder `path` or, of a
+    """Weights that operation `number` saved: of version `step`, in the folder `path` or, of a
     snapshot, as an `adapter` if there is one. Times are Unix seconds."""
 
     number: int
@@ -431,8 +433,8 @@ class SamplingSession(Wire):
 
 
 class SampleOrder(Wire):
-    """Samples that a program asked for in a session. `prompt_logprobs` says for how many of the
-    prompt's last tokens log-probs are wanted; 0: for all; None: for none. `top_prompt_logprobs` and
+    """A program's order of samples in a session. `prompt_logprobs` is the number of the prompt's
+    last tokens whose log-probs are requested; 0: all; None: none. `top_prompt_logprobs` and
     `top_logprobs` are as in `GenerateRequest`."""
 
     session: SamplingSession
@@ -444,7 +446,7 @@ class SampleOrder(Wire):
 
 
 class DeliveredSamples(Wire):
-    """The samples, or why there are none."""
+    """The samples of an order, or the error."""
 
     group: RolloutGroup | None = None
     error: str | None = None

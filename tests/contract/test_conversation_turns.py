@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.errors import BadRequest
-from shared.wire import Known, Message, Rollout, RolloutGroup, Sampling
+from shared.wire import ConversationPrefix, Message, Rollout, RolloutGroup, Sampling
 from tests.support.fake_chat import PAIR, sampled_tokens, text_of, tokens
 from tests.support.rollout_bench import RolloutBench
 
@@ -38,9 +38,9 @@ def sampled(text: str, *, cut: bool = False) -> Rollout:
     return Rollout(text=text, token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason=reason)
 
 
-def known(group: RolloutGroup, num_messages: int, answer: int = 0) -> Known:
+def known(group: RolloutGroup, num_messages: int, answer: int = 0) -> ConversationPrefix:
     ids = [*group.prompt_token_ids, *group.rollouts[answer].token_ids]
-    return Known(num_messages=num_messages, token_ids=ids)
+    return ConversationPrefix(num_messages=num_messages, token_ids=ids)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_an_answer_that_was_cut_off_gets_the_end_that_the_template_writes(
         sampled("of it"),
         prompt=prompt,
         tools=(),
-        known=Known(num_messages=2, token_ids=ids),
+        known=ConversationPrefix(num_messages=2, token_ids=ids),
     )
     after = tokens(f"<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n{HEAD}")
     assert group.prompt_token_ids == [*ids, *after]
@@ -175,8 +175,11 @@ async def test_a_conversation_that_is_too_long_is_a_jobs_data_and_an_error_by_ha
     ("wrong", "sentence"),
     [
         ({"prompt": "2 + 3?"}, "expected messages as 'prompt'"),
-        ({"known": Known(num_messages=3, token_ids=[1])}, "got 3 of 3 messages, expected fewer"),
-        ({"known": Known(num_messages=2, token_ids=[])}, "'known.token_ids' is empty"),
+        (
+            {"known": ConversationPrefix(num_messages=3, token_ids=[1])},
+            "got 3 of 3 messages, expected fewer",
+        ),
+        ({"known": ConversationPrefix(num_messages=2, token_ids=[])}, "'known.token_ids' is empty"),
         (
             {"prompt": (QUESTION, QUESTION, QUESTION)},
             "'known' ends with message 1, whose role is 'user'; expected 'assistant'",
@@ -193,7 +196,7 @@ async def test_known_tokens_that_fit_no_conversation_are_refused(
     said: Message = {"role": "assistant", "content": "It is 5."}
     right = {
         "prompt": (QUESTION, said, QUESTION),
-        "known": Known(num_messages=2, token_ids=[1]),
+        "known": ConversationPrefix(num_messages=2, token_ids=[1]),
     }
     with pytest.raises(BadRequest, match=sentence):
         await turn(bench, sampled("yes."), **{**right, **wrong})

@@ -286,7 +286,7 @@ async def test_a_session_is_named_by_key_header_or_path(settings: Settings) -> N
         await bench.openai("/sessions/task-2/v1", key=TOKEN).chat.completions.create(**ask)
     with pytest.raises(openai.AuthenticationError):
         await bench.openai("/sessions/task-1/v1", key="wrong").chat.completions.create(**ask)
-    with pytest.raises(openai.PermissionDeniedError, match="which is for its turns"):
+    with pytest.raises(openai.PermissionDeniedError, match="which allows only turns"):
         await bench.openai("/sessions/task-2/v1").chat.completions.create(**ask)
     refused = await bench.post("/v1/jobs", {})
     assert refused.status_code == 403 and "the key of a session" in refused.text

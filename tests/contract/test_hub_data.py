@@ -154,7 +154,7 @@ async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked
         while (await stack.get(second.id)).recoveries < 2:
             await asyncio.sleep(0.05)
     said = [event.message for event in await stack.events(second.id)]
-    why = "fetching the data 'owner/data' was not done in 2 s"
+    why = "fetching the data 'owner/data' did not finish within 2 s"
     assert f"{why}; loading the job again (recovery 2)" in said
     await stack.post(f"{second.id}/pause")
     assert (await stack.until(second.id, "paused")).error == "paused on request"

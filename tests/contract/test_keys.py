@@ -72,7 +72,7 @@ async def test_a_key_may_read_or_change_and_never_make_keys(http: httpx.AsyncCli
     refused = await http.post("/v1/files", headers=reads, **upload)
     assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
     assert refused.json()["detail"] == (
-        "key 'dashboard' may only read, and POST /v1/files is a change"
+        "key 'dashboard' has access 'read', and POST /v1/files changes something"
     )
     assert (await http.post("/v1/files", headers=full, **upload)).status_code == 200
     for method, path in (

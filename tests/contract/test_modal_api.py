@@ -227,7 +227,9 @@ async def test_a_trainer_that_failed_pauses_the_job_that_it_had_and_no_other(
     await failed.is_seen()
     assert await shown(store, begun, halted) == ["queued", "paused"]
     error = (await store.get(halted)).error
-    assert error and error.startswith(f"{FAILED} it had this job. `modal app logs hone-trainer`")
+    assert error and error.startswith(
+        f"{FAILED} it was running this job. `modal app logs hone-trainer`"
+    )
     assert failed.num_forgotten == 1
 
 
@@ -239,7 +241,7 @@ async def test_a_trainer_that_came_to_no_job_pauses_those_that_it_was_called_for
     await failed.is_seen()
     assert await shown(store, first, meanwhile) == ["paused", "queued"]
     error = (await store.get(first)).error
-    assert error and f"{FAILED} it came to no job, and there is no other trainer" in error
+    assert error and f"{FAILED} it took no job, and there is no other trainer" in error
     assert failed.num_forgotten == 1
     await store.resume(first)
     assert await api.has_work(store)

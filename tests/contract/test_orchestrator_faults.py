@@ -291,7 +291,7 @@ async def test_a_group_of_other_versions_than_asked_for_is_sampled_again(
     assert all(0 <= metrics["staleness"] <= max_staleness for metrics in rows)
     (warning,) = await warnings(stack, record.id)
     assert warning.endswith(
-        "2 group(s) were sampled by weights of another version than asked for, and sampled again"
+        "2 extra sampling(s), of groups by weights of another version than requested"
     )
 
 

@@ -196,7 +196,7 @@ async def test_a_damaged_group_is_named_and_sampled_again(
         if event.level == "warning" and "finding" not in event.data
     ] == [
         f"step 1: the file of groups {str(first)!r} is damaged: its checksum differs; "
-        "what it held is sampled again"
+        "its groups are sampled again"
     ]
     assert services.calls["generate"] - sampled == STEPS * PROMPTS - num_others
     assert not first.parent.exists()

@@ -12,8 +12,8 @@ from shared.wire import (
     DryRun,
     JobList,
     SubmitRequest,
-    Tried,
     TriedReward,
+    TriedRewards,
     ValidateRequest,
 )
 from tests.support import orchestrator_stack
@@ -99,7 +99,7 @@ async def test_a_job_begins_by_saying_what_known_answers_earn(stack: Stack) -> N
     wrong = TriedReward(
         reward="exact_match", empty=0.0, reference=0.0, num_references=6, full_mark=1.0
     )
-    stack.fakes.change["try"] = lambda _: Tried(rewards=(wrong,))
+    stack.fakes.change["try"] = lambda _: TriedRewards(rewards=(wrong,))
     record = await stack.submit()
     assert (await stack.until(record.id)).status == "succeeded", "a warning stops nothing"
     said = [

@@ -345,7 +345,9 @@ async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_the
 
 async def test_once_the_trainer_has_gone_on_a_sampler_waits_for_the_next_version() -> None:
     _, files = await fuller(Conflict("got version 3, expected 4", code="out_of_order"), "sent")
-    with pytest.raises(Unavailable, match=r"the trainer has gone on: .* gets the next version"):
+    with pytest.raises(
+        Unavailable, match=r"the trainer has begun the next step: .* gets the next version"
+    ):
         await files()
 
 
@@ -439,7 +441,7 @@ async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_sync": "restart", "max_staleness": 1}, "which ends what is being sampled"),
+        ({"weight_sync": "restart", "max_staleness": 1}, "which ends requests under way"),
         ({"weight_sync": "lora", "lora": {"rank": 513}}, "lora.rank 513, expected at most 512"),
         ({"sampling": {"keep_prefixes": True}}, "keep_prefixes is true and max_staleness 0"),
         (

@@ -220,7 +220,7 @@ async def test_a_volume_that_goes_while_its_job_runs_is_waited_for(
     done = await stack.until(job_id)
     assert (done.status, done.attempts) == ("succeeded", 1)
     messages = [event.message for event in await stack.events(job_id)]
-    assert any(message.startswith("all that it needs is there again") for message in messages)
+    assert any(message.startswith("all dependencies are available again") for message in messages)
 
 
 async def test_a_job_that_waits_keeps_its_trainer_and_sampler_from_other_orchestrators(

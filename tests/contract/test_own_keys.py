@@ -125,7 +125,7 @@ async def test_what_is_about_others_too_is_forbidden(
     refused = await http.request(method, f"http://host:8000{path}", headers=key, json={})
     assert refused.status_code == 403, refused.text
     assert refused.json()["detail"] == (
-        f"key 'alice' is for its own jobs alone, and {method} {path} is about others too"
+        f"key 'alice' has access 'own', and {method} {path} concerns other jobs too"
     )
 
 

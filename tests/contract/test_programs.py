@@ -22,7 +22,7 @@ from services.orchestrator.extensions.tinker import (
     models,
     routes,
 )
-from services.orchestrator.extensions.tinker.log import Saved
+from services.orchestrator.extensions.tinker.log import SavedFolder
 from shared.errors import Conflict, Failed, StateLost
 from shared.weights.folders import MANIFEST, STATE
 from shared.wire import (
@@ -370,7 +370,7 @@ async def test_what_two_checkpoints_have_is_forgotten_and_not_done_again(
     done = await post(stack, "optim_step", {"model_id": model, "seq_id": 11, **ADAM})
     assert (await result(stack, done))["metrics"] == {"grad_norm:mean": 2.0}
     assert [one.step for one in stack.fakes.operations] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [one.name for one in Saved(folder).all()] == ["c1", "c4", "c7"]
+    assert [one.name for one in SavedFolder(folder).all()] == ["c1", "c4", "c7"]
     assert known.newest() == 11
 
 
@@ -448,7 +448,7 @@ async def test_a_program_waits_while_somebody_has_paused_its_model(
         "type": "try_again",
         "request_id": answer["request_id"],
         "queue_state": "paused_capacity",
-        "queue_state_reason": f"someone paused it; `hone resume {model}` continues",
+        "queue_state_reason": f"it was paused on request; `hone resume {model}` continues it",
     }
     await stack.http.post(f"/v1/jobs/{model}/resume")
     assert dict((await result(stack, answer)).metrics) == {"loss:sum": 2.0}
@@ -559,7 +559,7 @@ async def test_an_order_of_samples_is_carried_out_though_nobody_asks(stack: Stac
     model = await created(stack)
     session = (await snapshot(stack, model, 1, None))["sampling_session_id"]
     known = log.OperationLog(Path((await stack.get(model)).run_dir))
-    weights = Saved(Path((await stack.get(model)).run_dir)).all()[0]
+    weights = SavedFolder(Path((await stack.get(model)).run_dir)).all()[0]
     order = SampleOrder(
         session=SamplingSession(step=0, adapter=weights.adapter),
         prompt_token_ids=TokenIds([5, 6]),
@@ -708,7 +708,7 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
         ("asample", {"sampling_session_id": "x", "seq_id": 1}, 422, "expected a session of this"),
         ("optim_step", [1], 422, "the body is [1]; expected a JSON object"),
         ("optim_step", b"{", 422, "the body is no JSON"),
-        ("forward_backward", b"no message", 422, "the body is no ForwardBackwardRequest"),
+        ("forward_backward", b"no message", 422, "the body is not a ForwardBackwardRequest"),
     ],
 )
 async def test_a_bad_request_is_refused_with_a_sentence(
@@ -804,7 +804,7 @@ async def test_an_operation_that_comes_too_late_is_told_so(
     model = await created(stack)
     await result(stack, await post(stack, "forward_backward", call(model, 2)))
     late = await result(stack, await post(stack, "forward_backward", call(model, 1)))
-    assert "was passed over; expected a new number" in late["error"]
+    assert "was skipped; expected a new number" in late["error"]
     assert stack.fakes.calls["forward_backward"] == 1
 
 
@@ -822,9 +822,9 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
         ("create_model", {"user_metadata": "x"}, "'user_metadata': got 'x'; expected an object"),
         ("create_model", {"session_id": ""}, "expected both: the same two name the same model"),
         ("create_model", {"session_id": "s" * 201}, "session_id has at most 200 characters"),
-        ("get_info", {"model_id": None}, "'model_id': got None; expected an id that this server"),
+        ("get_info", {"model_id": None}, "'model_id': got None; expected an id from this server"),
         ("unload_model", {"model_id": 5}, "'model_id': got 5; expected text"),
-        ("retrieve_future", {"request_id": ""}, "'request_id': got ''; expected an id that this"),
+        ("retrieve_future", {"request_id": ""}, "'request_id': got ''; expected an id from this"),
         ("create_model", b"[" * 10_000, "the body is no JSON"),
         ("optim_step", {"adam_params": {"learning_rate": "x"}}, "adam_params.learning_rate: got"),
         ("optim_step", {"adam_params": {"speed": 1}}, "adam_params"),

@@ -150,7 +150,7 @@ async def test_a_group_pushed_twice_is_one_group(
     assert [answer.json()["number"] for answer in keyless] == [2, 2]
     other = await push(stack.http, record.id, group(2, key="a"))
     assert other.status_code == 409 and other.json()["code"] == "body_differs"
-    assert "the key 'a' came before with another body, as group 1" in other.json()["detail"]
+    assert "the key 'a' was used before with another body, as group 1" in other.json()["detail"]
     store = Store(redis_url)  # of another process that has no worker
     await store.open()
     elsewhere = create_service(stack.settings, store, works=False)

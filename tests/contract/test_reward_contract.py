@@ -27,7 +27,7 @@ from shared.wire import (
     ScoreItem,
     ScoreRequest,
     ScoreResult,
-    Tried,
+    TriedRewards,
     TryRequest,
     Validated,
     ValidateRequest,
@@ -495,7 +495,8 @@ async def test_rewards_are_tried_on_nothing_and_on_the_rows_own_answers(client: 
     prompts = tuple(Prompt(index=at, content="?", row=row) for at, row in enumerate(rows))
     body = TryRequest(rewards=specs, prompts=prompts)
     first, again = [
-        await client.call("POST", "/graders/try", body, Tried, deadline_s=60) for _ in range(2)
+        await client.call("POST", "/graders/try", body, TriedRewards, deadline_s=60)
+        for _ in range(2)
     ]
     assert first == again
     found = [(one.empty, one.reference, one.num_references, one.full_mark) for one in first.rewards]
@@ -514,6 +515,8 @@ async def test_a_reward_that_fails_on_what_it_is_tried_on_says_so(client: Client
     source = "def reward(completions, **columns):\n    raise KeyError('solution')"
     prompts = tuple(Prompt(index=at, content="?", row={"answer": "18"}) for at in range(2))
     body = TryRequest(rewards=(own(source),), prompts=prompts)
-    (tried,) = (await client.call("POST", "/graders/try", body, Tried, deadline_s=60)).rewards
+    (tried,) = (
+        await client.call("POST", "/graders/try", body, TriedRewards, deadline_s=60)
+    ).rewards
     assert (tried.empty, tried.reference, tried.num_failed) == (None, None, 4)
     assert "KeyError: 'solution'" in tried.failure

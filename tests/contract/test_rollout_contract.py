@@ -199,7 +199,7 @@ async def test_answers_of_a_job_that_cannot_be_given_are_a_group_that_went_wrong
     )
     group = await serving.generate(**asked, answers=("",))
     assert group.rollouts[0].error == "the answer has no tokens; expected at least one"
-    with pytest.raises(BadRequest, match="'answers' are to a 'prompt' of text or messages"):
+    with pytest.raises(BadRequest, match="'answers' need a 'prompt' of text or messages"):
         await serving.generate(job_id="job", answers=("a",))
 
 
@@ -509,7 +509,7 @@ async def test_a_load_that_did_nothing_is_found_in_a_batch_that_rounds_otherwise
     engine = serving.engine
     engine.loaded, engine.shift = first.tensors, 0.04  # of 0.1
     for again in (False, True):
-        with pytest.raises(Failed, match="engine still has 'w' of the version before") as caught:
+        with pytest.raises(Failed, match="engine still has 'w' of the previous version") as caught:
             await serving.reload(second.model_copy(update={"again": again}))
         assert caught.value.code == "not_loaded"
     with pytest.raises(StateLost, match="so the engine's weights are unknown"):

@@ -100,7 +100,7 @@ async def test_what_was_half_received_never_samples_and_files_heal_it(
         del serving.engine.loaded["w"]
     whys = {
         "half": "the connection was closed",
-        "other bytes": "1 tensors have other bytes, the first is 'w'",
+        "other bytes": "1 of the tensors that the trainer sent have other bytes, the first is 'w'",
         "unread": "1 tensors could not be read back, the first is 'w'",
     }
     with pytest.raises(Failed, match=whys[fault]) as caught:

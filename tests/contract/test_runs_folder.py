@@ -323,8 +323,8 @@ async def test_a_job_whose_run_folder_is_deleted_pauses_and_says_so(
     folder = Path(record.run_dir)
     paused = await stack.until(record.id, "paused")
     why = (
-        f"the run folder {str(folder)!r} was removed or moved away, or its job.json was: nothing "
-        "more is written there; put it back"
+        f"the run folder {str(folder)!r}, or its job.json, was removed or moved: nothing more is "
+        "written there; put it back"
     )
     assert paused.error == f"{why}, then `hone resume {record.id}` continues from there"
     levels = [(event.level, event.message) for event in await stack.events(record.id)]
@@ -352,8 +352,8 @@ async def test_recover_names_a_run_folder_of_which_half_was_deleted(tmp_path: Pa
     assert (only.id, only.job, only.problem) == (
         "demo-1",
         None,
-        f"{str(tmp_path / 'demo-1')!r} has no job.json, so what its job was is not known; put that "
-        "file back, or submit a job whose model is one of the checkpoints that are left",
+        f"{str(tmp_path / 'demo-1')!r} has no job.json, so its job is not known; restore that "
+        "file, or submit a job whose model is one of the remaining checkpoints",
     )
 
 

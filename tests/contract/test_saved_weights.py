@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from services.orchestrator.extensions.tinker import log
-from services.orchestrator.extensions.tinker.log import Saved
+from services.orchestrator.extensions.tinker.log import SavedFolder
 from services.orchestrator.extensions.tinker.routes import Management, is_public
 from shared.weights.folders import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
@@ -124,14 +124,14 @@ def entry(run: Path, number: int, kind: SavedKind, step: int, name: str = "x") -
     folder.mkdir(parents=True, exist_ok=True)
     path = "" if kind == "snapshot" else str(folder)
     one = SavedWeights(number=number, kind=kind, name=name, step=step, made_at=0.0, path=path)
-    Saved(run).add(one)
+    SavedFolder(run).add(one)
     return one
 
 
 def test_weights_that_another_entry_or_the_model_needs_stay(tmp_path: Path) -> None:
     first, twin = entry(tmp_path, 1, "checkpoint", 2), entry(tmp_path, 2, "export", 2)
     newest, shown = entry(tmp_path, 3, "checkpoint", 4), entry(tmp_path, 4, "snapshot", 4)
-    kept = Saved(tmp_path)
+    kept = SavedFolder(tmp_path)
     kept.remove(first)
     assert Path(twin.path).is_dir() and kept.steps() == (2, 4)
     kept.remove(twin)
@@ -144,7 +144,7 @@ def test_weights_that_another_entry_or_the_model_needs_stay(tmp_path: Path) -> N
 
 def test_a_snapshot_without_a_name_stays_for_an_hour_after_its_last_sample(tmp_path: Path) -> None:
     entry(tmp_path, 1, "snapshot", 2, name="")
-    kept, file = Saved(tmp_path), tmp_path / "saved/00000001.msgpack"
+    kept, file = SavedFolder(tmp_path), tmp_path / "saved/00000001.msgpack"
     long_ago = file.stat().st_mtime - log.UNNAMED_S - 1
     os.utime(file, (long_ago, long_ago))
     kept.use(1)
@@ -160,7 +160,7 @@ def test_an_entry_that_cannot_be_read_is_passed_over_and_no_checkpoint_is_lost(
 ) -> None:
     damaged, other = entry(tmp_path, 1, "checkpoint", 2), entry(tmp_path, 2, "checkpoint", 4)
     entry(tmp_path, 3, "checkpoint", 6)
-    kept = Saved(tmp_path)
+    kept = SavedFolder(tmp_path)
     (tmp_path / "saved/00000001.msgpack").write_bytes(b"")
     assert [one.number for one in kept.all()] == [2, 3]
     assert kept.steps() == (2, 4, 6), "the damaged entry may be of any of them"

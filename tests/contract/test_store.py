@@ -1084,8 +1084,8 @@ async def test_a_key_that_another_program_wrote_is_named(
         await store.pause(job_id)
     assert raised.value.code == "wrong_type"
     assert raised.value.detail == (
-        "Redis cannot be used (WRONGTYPE): a key of Hone's holds something else, so another "
-        "program writes into this database: give Hone one of its own, or remove the key; "
+        "Redis cannot be used (WRONGTYPE): a key of Hone has a value of another type, so another "
+        "program writes into this database: give Hone a database of its own, or remove the key; "
         f"'{key.format(id=job_id)}' is a string, expected a {kind}"
     )
 

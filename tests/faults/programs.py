@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.extensions.tinker.log import Saved
+from services.orchestrator.extensions.tinker.log import SavedFolder
 from shared.weights.folders import stored_tensors, tensor_digests
 from tests.compat.packages import ROOT, python_with
 from tests.faults.__main__ import made_job
@@ -55,7 +55,7 @@ async def played(stack: Stack, model: str, seed: int) -> dict[str, Any]:
         return {"failed": err.decode(errors="replace")[-2000:]}
     told = json.loads(out.decode().splitlines()[-1])
     run = stack.runs / told.pop("path").split("/")[2]
-    saved = Saved(run).find("checkpoint", "end")
+    saved = SavedFolder(run).find("checkpoint", "end")
     assert saved is not None
     folders = ("", "adapter", "trainer")
     stored = [stored_tensors(Path(saved.path) / folder) for folder in folders]

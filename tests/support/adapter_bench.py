@@ -18,7 +18,7 @@ from services.rollout.engine import Adapter
 from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies, Fetcher
-from services.trainer.disk.weights import Publisher
+from services.trainer.publishing import Publisher
 from shared.job import LoraSpec, SyncMethod
 from shared.settings import Settings
 from shared.weights.folders import stored_tensors, tensor_digests

@@ -59,8 +59,8 @@ from shared.wire import (
     TrainerJob,
     TrainerState,
     TrainStepRequest,
-    Tried,
     TriedReward,
+    TriedRewards,
     TryRequest,
     Validated,
     ValidateRequest,
@@ -437,10 +437,10 @@ class FakeServices:
             scores=tuple(Score(value=part.value, parts={"right": part}) for part in parts)
         )
 
-    async def _try(self, body: TryRequest) -> Tried:
+    async def _try(self, body: TryRequest) -> TriedRewards:
         await self._note("try", body)
         found = TriedReward(reward="exact_match", empty=0.0, reference=1.0, num_references=6)
-        return self._answer("try", Tried(rewards=(found,) * len(body.rewards)))
+        return self._answer("try", TriedRewards(rewards=(found,) * len(body.rewards)))
 
     async def _validate(self, body: ValidateRequest) -> Validated:
         await self._note("validate", body)

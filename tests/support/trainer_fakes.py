@@ -181,7 +181,7 @@ class Engines(list[FakeEngine]):
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         if self.stops:
-            raise Unavailable("the trainer stops, and begins no checkpoint")
+            raise Unavailable("the trainer is stopping, and begins no checkpoint")
         yield
 
     def remember(self, request: TrainerJob | None) -> None:

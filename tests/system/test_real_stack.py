@@ -20,7 +20,15 @@ import pytest
 
 from services.orchestrator.store.folder import RunFolder
 from shared.http.client import Client
-from shared.wire import GenerateRequest, Known, Message, Rollout, RolloutGroup, Sampling, TokenIds
+from shared.wire import (
+    ConversationPrefix,
+    GenerateRequest,
+    Message,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TokenIds,
+)
 from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.real_model import real_model
 
@@ -374,7 +382,7 @@ async def test_an_answer_that_text_would_give_other_tokens_keeps_its_own(
     said: tuple[Message, ...] = ({"role": "assistant", "content": text},)
     request = GenerateRequest(
         prompt=(*asked, *said, {"role": "user", "content": "And?"}),
-        known=Known(num_messages=2, token_ids=TokenIds(known)),
+        known=ConversationPrefix(num_messages=2, token_ids=TokenIds(known)),
         sampling=Sampling(max_tokens=1),
     )
     async with Client("rollout", stack.urls["rollout"], binary=True) as client:

@@ -39,11 +39,11 @@ from shared.wire import (
     Aborted,
     AbortRequest,
     Canary,
+    ConversationPrefix,
     Example,
     Fence,
     FolderWeights,
     GenerateRequest,
-    Known,
     Logprobs,
     Message,
     ModelRequest,
@@ -464,7 +464,7 @@ async def test_what_is_not_done_by_its_deadline_ends_there_as_it_is(
     group = await generate(client, sampling=sampling, deadline_s=0.2)
     late = [rollout for rollout in group.rollouts if rollout.finish_reason == "timeout"]
     assert late, [(one.finish_reason, len(one.token_ids)) for one in group.rollouts]
-    assert all(rollout.error == "not done after 0.2 s" for rollout in late)
+    assert all(rollout.error == "not finished within 0.2 s" for rollout in late)
     assert all(len(rollout.logprobs) == len(rollout.token_ids) < 250 for rollout in late)
     assert not await under_way(service)
 
@@ -779,7 +779,7 @@ async def test_a_conversation_may_go_on_from_what_older_weights_cached(
 
     messages += [{"role": "assistant", "content": first.rollouts[0].text}]
     messages += [{"role": "user", "content": "continue"}]
-    known = Known(
+    known = ConversationPrefix(
         num_messages=2,
         token_ids=TokenIds([*first.prompt_token_ids, *first.rollouts[0].token_ids]),
     )

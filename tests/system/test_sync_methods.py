@@ -25,8 +25,8 @@ from services.orchestrator.samplers import syncing
 from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies, Fetcher
-from services.trainer.disk import weights as published
-from services.trainer.disk.weights import Publisher, published_file
+from services.trainer import publishing as published
+from services.trainer.publishing import Publisher, published_file
 from shared.errors import Failed, StateLost, Unavailable
 from shared.job import SyncMethod
 from shared.settings import Settings

@@ -18,7 +18,7 @@ import pytest
 from deploy.tool_model import HEAD, NUMBERS, TAIL, make_tool_model
 from services.orchestrator.extensions.agents.sessions import Sessions
 from shared.http.client import Client
-from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling
+from shared.wire import ChatRequest, ConversationPrefix, Message, Rollout, RolloutGroup, Sampling
 from tests.support.rendering_sampler import job_of_agents
 from tests.system.test_rollout_engine import (
     Running,
@@ -83,7 +83,7 @@ async def turn(
     known = None
     if ids:
         last = max(i for i, each in enumerate(messages) if each["role"] == "assistant")
-        known = Known(num_messages=last + 1, token_ids=ids)
+        known = ConversationPrefix(num_messages=last + 1, token_ids=ids)
     return await generate(
         client,
         prompt_token_ids=None,

@@ -25,7 +25,7 @@ LINES = {
     "services/orchestrator/samplers": 2_810,
     "services/orchestrator/store": 3_120,
     "services/reward": 15_130,
-    "services/rollout": 5_810,
+    "services/rollout": 5_820,
     "services/trainer": 10_350,
     "bench": 4_010,
     "deploy": 4_650,

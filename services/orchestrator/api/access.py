@@ -1,7 +1,7 @@
 """Named API keys, what each allows, and the routes that make, list and revoke them.
 
-A key is a file of its own. So orchestrators that share a folder of runs have the same keys, a Redis
-that is unreachable locks no one out, and a revoked key is void at once:
+A key is a file of its own. So orchestrators that share a folder of runs have the same keys, keys
+work while Redis is unreachable, and a revoked key is void at once:
 
     <runs_dir>/.keys/<name>.key        its name, its access, and the SHA-256 of its secret
     <runs_dir>/.keys/<name>.revoked    the same of the name's last revoked key
@@ -61,8 +61,8 @@ OWN_PATHS = [
         r"/openapi\.json",
     )
 ]
-"""What a key of access "own" may ask for. An uploaded file is found by its id alone, 96 random
-bits."""
+"""The paths that a key of access "own" may request. Uploaded files are protected by their ids
+alone, 96 random bits."""
 
 NOT_OWN = {("GET", "/v1/files")}
 
@@ -78,8 +78,8 @@ Name = Annotated[str, Path_(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
 def _check_token(request: Request) -> None:
     if key := caller.get():
-        asked = f"{request.method} {request.url.path}"
-        raise Forbidden(f"{asked} is for HONE_TOKEN only, not for key {key.name!r}")
+        requested = f"{request.method} {request.url.path}"
+        raise Forbidden(f"{requested} is for HONE_TOKEN only, not for key {key.name!r}")
 
 
 TOKEN_ONLY = Depends(_check_token)
@@ -99,7 +99,8 @@ class Keys:
     def __init__(self, runs_dir: Path, owner_of: OwnerOf = _no_owner) -> None:
         self._root = runs_dir / ".keys"
         self._owner_of = owner_of
-        self._reading = ThreadPoolExecutor(2, "keys")  # so other work in threads delays no request
+        # own threads: other work does not delay requests
+        self._reading = ThreadPoolExecutor(2, "keys")
 
     def create(self, name: str, access: Access, weight: float = 1.0) -> CreatedKey:
         """Returns a new key, which is on disk. Raises Conflict if the name is taken."""
@@ -154,30 +155,32 @@ class Keys:
         """Returns the key with this secret. Raises Unauthorized if there is none, Forbidden if it
         does not allow the method or the path, NotFound for another key's job that it may not see,
         and Unavailable if the keys cannot be read."""
-        found = API_KEY.fullmatch(secret)
+        match = API_KEY.fullmatch(secret)
         loop = asyncio.get_running_loop()
-        read = loop.run_in_executor(self._reading, self._stored, found["name"]) if found else None
+        read = loop.run_in_executor(self._reading, self._stored, match["name"]) if match else None
         stored = await read if read else None
         digest = stored.digest if stored else ""
         if not hmac.compare_digest(_digest(secret), digest) or stored is None:
             raise Unauthorized("the API key is unknown or was revoked; `hone keys` makes one")
         if stored.access == "read" and method not in READING:
-            raise Forbidden(f"key {stored.name!r} may only read, and {method} {path} is a change")
+            raise Forbidden(
+                f"key {stored.name!r} has access 'read', and {method} {path} changes something"
+            )
         if stored.access == "own":
             await self._check_own(stored.name, method, path)
         return stored
 
     async def _check_own(self, name: str, method: str, path: str) -> None:
-        """Raises Forbidden for what is not about the key's own jobs, and NotFound for a job of
-        another key. `Store.get` looks at jobs that a body names."""
+        """Raises Forbidden for a path that concerns more than the key's own jobs, and NotFound for
+        a job of another key. `Store.get` checks jobs that a body names."""
         if not any(own.fullmatch(path) for own in OWN_PATHS) or (method, path) in NOT_OWN:
             raise Forbidden(
-                f"key {name!r} is for its own jobs alone, and {method} {path} is about others too"
+                f"key {name!r} has access 'own', and {method} {path} concerns other jobs too"
             )
-        if found := OWN_JOB.match(path):
-            owner = await self._owner_of(found[1])
+        if match := OWN_JOB.match(path):
+            owner = await self._owner_of(match[1])
             if owner is not None and owner != name:
-                raise no_job(found[1])
+                raise no_job(match[1])
 
     def _stored(self, name: str) -> StoredKey | None:
         """Returns the stored key; None if there is no file, or it holds no key."""
@@ -217,8 +220,8 @@ def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
         misses the answer revokes the key."""
         if settings.token is None:
             raise BadRequest(
-                "this orchestrator has no HONE_TOKEN, so it answers every program on its "
-                "machine and asks for no key; set HONE_TOKEN first"
+                "this orchestrator has no HONE_TOKEN, so it serves every program on its machine "
+                "without a key; set HONE_TOKEN first"
             )
         wanted = await rendering.read_body(request, CreateKey)
         key = await asyncio.to_thread(keys.create, wanted.name, wanted.access, wanted.weight)

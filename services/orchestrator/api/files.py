@@ -53,10 +53,10 @@ MAX_UPLOADING_BYTES = 1 << 33
 MiB, in temporary files, which no quota counts."""
 
 LEAST_BYTES = 1 << 23
-"""What an upload in progress counts at least, so that one API key has 512 of them at most."""
+"""The least that an upload in progress counts, so that one API key has at most 512 of them."""
 
 RETRY_AFTER_S = 5
-"""Seconds after which an upload that found no room is to be sent again."""
+"""Retry-After of an upload that exceeded the limit on uploads in progress."""
 
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {
@@ -106,7 +106,7 @@ def _add_upload(service: Service, uploads: Uploads, store: Store) -> None:
             add = functools.partial(uploads.add, file.file, name, purpose, id, caller_name())
             async with _alone_with(uploads, id):
                 stored = await _written(add)
-                if key:  # a file of this id may have been removed before
+                if key:  # a file with this id may have been removed before
                     await store.removals.undo(id)
         return stored
 
@@ -123,8 +123,8 @@ def _add_reading(service: Service, uploads: Uploads, store: Store) -> None:
     ) -> FileList:
         """The uploaded files, newest first. `after` may also be a file that was removed within a
         day."""
-        found = await asyncio.to_thread(uploads.list)
-        files = [file for file in found if purpose in (None, file.purpose)]
+        uploaded = await asyncio.to_thread(uploads.list)
+        files = [file for file in uploaded if purpose in (None, file.purpose)]
         if after and UPLOADED.fullmatch(after) and after not in [file.id for file in files]:
             made_at = await store.removals.created_at(after)
             if made_at is not None:
@@ -177,8 +177,8 @@ async def finish_removals(settings: Settings, store: Store) -> None:
 
 
 async def _finish_removal(uploads: Uploads, store: Store, id: str) -> None:
-    """A file that was uploaded again since then stays."""
-    with contextlib.suppress(NotFound):  # another orchestrator was about to remove it
+    """Finishes one removal. A file that was uploaded again since then stays."""
+    with contextlib.suppress(NotFound):  # left by another orchestrator that was about to remove it
         async with _alone_with(uploads, id):
             file, removed = uploads.get(id), await store.removals.created_at(id)
             if removed == file.created_at:
@@ -244,10 +244,11 @@ def _too_much_under_way(held: int, left: int) -> Busy:
 def _check_request(request: Request) -> int:
     """Returns the most bytes that the form has. Raises BadRequest for a body that is not a form,
     and TooLarge for too large a form."""
-    given = request.headers.get("content-type", "").partition(";")[0].strip()
-    if given != FORM:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if content_type != FORM:
         raise BadRequest(
-            f"Content-Type is {given!r}; expected {FORM} with the fields 'file' and 'purpose'"
+            f"Content-Type is {content_type!r}; expected {FORM} with the fields 'file' and "
+            "'purpose'"
         )
     most = MAX_FILE_BYTES + FORM_ROOM_BYTES
     length = request.headers.get("content-length", "")

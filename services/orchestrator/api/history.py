@@ -42,7 +42,7 @@ from shared.wire import (
 from shared.wire.pages import MAX_EVENTS, MAX_LAST, MAX_ROWS
 
 DIGITS = 7
-"""Significant digits of a value. A chart has room for three; a table shows six."""
+"""Significant digits of a value. A chart shows three; a table shows six."""
 
 EVENT_STREAM = "text/event-stream"
 
@@ -97,14 +97,14 @@ def _add_events(service: Service, store: Readable) -> None:
             if last is not None:
                 newest = await store.newest_events(job_id, None, last)
                 return EventList(events=tuple(reversed(newest)))
-            found = await store.events(job_id, after, count=limit + 1)
-            more = len(found) > limit
-            page = tuple(found[:limit])
+            newer = await store.events(job_id, after, count=limit + 1)
+            more = len(newer) > limit
+            page = tuple(newer[:limit])
             return EventList(events=page, next_after=page[-1].id if more else None)
         seen = request.headers.get("last-event-id", after)
         check_event_id(seen, "Last-Event-ID")
         return HeldStream(
-            followers.room(),
+            followers.reserve(),
             followers.follow(job_id, seen, progress=progress, until_paused=until_paused),
             media_type=EVENT_STREAM,
             headers={"cache-control": "no-store"},
@@ -120,9 +120,9 @@ def _add_results(service: Service, store: Readable) -> None:
     ) -> MetricsList:
         """A row of metrics per step; row 0 is the evaluation before training."""
         run = RunFolder(Path((await store.get(job_id)).run_dir))
-        found = await asyncio.to_thread(run.metrics, after_step)
-        rows = tuple(found[:limit])
-        more = len(found) > limit
+        rows_after = await asyncio.to_thread(run.metrics, after_step)
+        rows = tuple(rows_after[:limit])
+        more = len(rows_after) > limit
         return MetricsList(rows=rows, next_after_step=rows[-1].step if more else None)
 
     @service.app.get("/v1/jobs/{job_id}/syncs")
@@ -166,15 +166,15 @@ def _add_checkpoints(service: Service, store: Readable) -> None:
 
     async def kept(job_id: str) -> dict[int, Checkpoint]:
         await store.get(job_id)
-        found = await existing_checkpoints(await store.checkpoints(job_id))
-        return {checkpoint.step: checkpoint for checkpoint in found}
+        existing = await existing_checkpoints(await store.checkpoints(job_id))
+        return {checkpoint.step: checkpoint for checkpoint in existing}
 
     async def folder(job_id: str, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`. Raises NotFound."""
-        found = await kept(job_id)
-        if step in found:
-            return Path(found[step].path)
-        have = f"has checkpoints of steps {', '.join(map(str, found))}" if found else "has none"
+        by_step = await kept(job_id)
+        if step in by_step:
+            return Path(by_step[step].path)
+        have = f"has checkpoints of steps {', '.join(map(str, by_step))}" if by_step else "has none"
         raise NotFound(f"job {job_id!r} has no checkpoint of step {step}; it {have}")
 
     @service.app.get("/v1/jobs/{job_id}/checkpoints/{step}")
@@ -196,20 +196,22 @@ def _add_checkpoints(service: Service, store: Readable) -> None:
         return DownloadedFile(path, path.name)
 
 
-async def existing_checkpoints(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Returns the checkpoints of `found` that are on disk."""
-    return await asyncio.to_thread(lambda: [each for each in found if Path(each.path).is_dir()])
+async def existing_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Returns the checkpoints that are on disk."""
+    return await asyncio.to_thread(
+        lambda: [each for each in checkpoints if Path(each.path).is_dir()]
+    )
 
 
 class HeldStream(StreamingResponse):
-    """A stream that holds `room`, taken before the response began, until it ends."""
+    """A response that streams, and closes `reservation`, made before it began, when it ends."""
 
-    def __init__(self, room: contextlib.ExitStack, content: Any, **how: Any) -> None:
+    def __init__(self, reservation: contextlib.ExitStack, content: Any, **how: Any) -> None:
         super().__init__(content, **how)
-        self._room = room
+        self._reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._room:
+        with self._reservation:
             await super().__call__(scope, receive, send)
 
 
@@ -219,12 +221,14 @@ class Followers:
 
     def __init__(self, store: Readable) -> None:
         self._store = store
-        self._open: Counter[str | None] = Counter()  # by API key of access "own"; None: all others
+        # counts by API key of access "own"; None: all others
+        self._open: Counter[str | None] = Counter()
 
-    def room(self) -> contextlib.ExitStack:
-        """Takes the room of one stream, until what is returned is closed. Raises Busy if one more
-        would be too many, of all or of a tenant's. Not in `follow`, which begins later: of streams
-        that are asked for at once each would find room."""
+    def reserve(self) -> contextlib.ExitStack:
+        """Counts one more stream, until the returned stack is closed. Raises Busy if it would
+        exceed the limit of all streams or of the caller's key. `follow` does not do this because it
+        begins later: several streams that are requested at once could then exceed the limit
+        together."""
         num, who, whose = self._open.total(), own_jobs_of(), ""
         most = MAX_FOLLOWERS
         if who and self._open[who] >= MAX_OF_TENANT:
@@ -253,17 +257,17 @@ class Followers:
         while True:
             ended = (await self._store.status(job_id)) in ends
             wait_s = None if ended else pause_s
-            found = await self._store.events(job_id, last, block_s=wait_s)
-            for event in found:
+            new = await self._store.events(job_id, last, block_s=wait_s)
+            for event in new:
                 last = event.id
                 yield _sse(event.id, event.type, event.model_dump_json())
-            if ended and not found:
+            if ended and not new:
                 yield _sse("", "end", "{}")
                 return
-            if not found:
+            if not new:
                 doing = await self._store.doing(job_id) if progress else None
-                told = JobProgress(message=doing, time=time.time()) if doing else None
-                yield _sse("", "progress", told.model_dump_json()) if told else ": waiting\n\n"
+                update = JobProgress(message=doing, time=time.time()) if doing else None
+                yield _sse("", "progress", update.model_dump_json()) if update else ": waiting\n\n"
 
 
 def _sse(id: str, type: str, data: str) -> str:

@@ -115,8 +115,8 @@ def _add_submitting(service: Service, settings: Settings, submissions: Submissio
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
-        Only the job's model is looked at, and how long prompts of its data are; what else is wrong
-        with the data is not refused."""
+        Reads only the job's model and the lengths of its prompts; other faults in the data are not
+        checked."""
         await check_allowed(store, request.job, settings.runs_dir)
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         lengths = await checks.lengths(request.job)
@@ -190,11 +190,11 @@ def _add_changing(
     async def resume_job(job_id: str, request: Request) -> JobState:
         """Queues a paused job again. It continues where it was, with other memory settings, steps
         and the like if the body says so."""
-        given = await rendering.read_body(request, ResumeRequest)
-        if not given.set:
+        changes = await rendering.read_body(request, ResumeRequest)
+        if not changes.set:
             return await store.resume(job_id)
         record = await store.get(job_id)
-        job = changed(record.job, given.set)
+        job = changed(record.job, changes.set)
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
@@ -243,7 +243,7 @@ async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
 
 def _check_same_kind(old: Job, new: Job) -> None:
     """Raises BadRequest if a job that trains would only evaluate, or the other way round, and if a
-    job would evaluate other models: no one has checked these."""
+    job would evaluate other models, which have not been checked."""
     if old.trains != new.trains:
         kept = "steps from 1 on" if old.trains else "steps = 0"
         raise BadRequest(
@@ -258,10 +258,10 @@ def _check_same_kind(old: Job, new: Job) -> None:
 def metadata_of(request: Request) -> dict[str, str] | None:
     """Returns the names and values of `metadata[name]=value`, which may come several times; None
     for `metadata=null`."""
-    given = request.query_params.get("metadata")
-    if given not in (None, "null"):
-        raise BadRequest(f"'metadata': got {given!r}; expected metadata[name]=value, or null")
-    if given:
+    text = request.query_params.get("metadata")
+    if text not in (None, "null"):
+        raise BadRequest(f"'metadata': got {text!r}; expected metadata[name]=value, or null")
+    if text:
         return None
     return {
         name.removeprefix("metadata[").removesuffix("]"): value

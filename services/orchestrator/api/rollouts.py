@@ -115,11 +115,11 @@ def _add_rollouts(service: Service, store: Readable) -> None:
 
         def read() -> tuple[Sequence[GradedRollout], int]:
             batch = run.batch(number)
-            found = graded(batch, record.job)
-            page = found[after:end]
+            graded_rollouts = graded(batch, record.job)
+            page = graded_rollouts[after:end]
             if detail:
                 page = rollout_details(page, batch, after, record.job, run.trained(number))
-            return page, len(found)
+            return page, len(graded_rollouts)
 
         page, total = await asyncio.to_thread(read)
         return RolloutList(
@@ -140,10 +140,10 @@ def _add_rollouts(service: Service, store: Readable) -> None:
         evaluation; step 0 is the model before training. In a job of 0 steps, `step` is the number
         of a model in its report, from 0."""
         run = RunFolder(Path((await store.get(job_id)).run_dir))
-        found = await asyncio.to_thread(run.held_out, name, step)
+        stored = await asyncio.to_thread(run.held_out, name, step)
         end = after + limit
-        page, more = found.rollouts[after:end], end < len(found.rollouts)
-        return found.model_copy(update={"rollouts": page, "next_after": end if more else None})
+        page, more = stored.rollouts[after:end], end < len(stored.rollouts)
+        return stored.model_copy(update={"rollouts": page, "next_after": end if more else None})
 
 
 def _add_groups(service: Service, store: Readable) -> None:
@@ -155,7 +155,7 @@ def _add_groups(service: Service, store: Readable) -> None:
         search: Annotated[str, Query(max_length=1000)] = "",
     ) -> Response:
         """The groups of a step, or of the newest one, in brief. With `search` only those with the
-        text, in upper or lower case, in their prompt, a completion, or what a grader said of it."""
+        text, in upper or lower case, in their prompt, in a completion, or in a grader's detail."""
         record = await store.get(job_id)
         run = RunFolder(Path(record.run_dir))
 
@@ -163,9 +163,9 @@ def _add_groups(service: Service, store: Readable) -> None:
             steps = run.batch_steps()
             number = step if step is not None else max(steps, default=0)
             batch = run.batch(number)
-            found = summaries(batch, record.job, search)
+            matching = summaries(batch, record.job, search)
             return GroupList(
-                step=number, groups=tuple(found), steps=tuple(steps), dropped=len(batch.dropped)
+                step=number, groups=tuple(matching), steps=tuple(steps), dropped=len(batch.dropped)
             )
 
         return await render(await asyncio.to_thread(read), request)
@@ -177,8 +177,8 @@ def _add_groups(service: Service, store: Readable) -> None:
         before: Step | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 50,
     ) -> ProblemHistory:
-        """The groups of a problem in the steps before `before`, newest first. It looks for two
-        seconds, and says where to continue."""
+        """The groups of a problem in the steps before `before`, newest first. The search stops
+        after two seconds, and the answer says where to continue."""
         record = await store.get(job_id)
         return await asyncio.to_thread(
             history_of, RunFolder(Path(record.run_dir)), record.job, index, before, limit
@@ -205,7 +205,7 @@ def rollout_details(
         columns_2S = [
             list(itertools.chain(*each)) for each in (trained.logprobs, trained.entropies)
         ]
-    told = list(zip(*columns_2S, strict=True))[first : first + len(rollouts)]
+    trained_columns = list(zip(*columns_2S, strict=True))[first : first + len(rollouts)]
     return [
         each.model_copy(
             update={
@@ -221,7 +221,7 @@ def rollout_details(
             }
         )
         for each, (row, rollout, score), of_trainer in zip(
-            rollouts, stored[first : first + len(rollouts)], told, strict=True
+            rollouts, stored[first : first + len(rollouts)], trained_columns, strict=True
         )
     ]
 
@@ -234,8 +234,8 @@ def token_columns(
     entropies: Logprobs = NO_LOGPROBS,
 ) -> TokenColumns:
     """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled
-    tokens among them. The score has the log-probs of the branches first. `trainer_logprobs` and
-    `entropies` `[T]` are NaN for a token that was not trained on."""
+    tokens among them. The score has the log-probs of branches before those of the row.
+    `trainer_logprobs` and `entropies` `[T]` are NaN for a token that was not trained on."""
     sampled = list(rollout.sampled) or [1] * len(rollout.token_ids)
     num_own = sum(sampled)
     own = list(score.teacher_logprobs)[-num_own:] if num_own else []
@@ -266,20 +266,20 @@ def _reader(job: Job) -> tuple[PromptReader | None, str]:
 
 @functools.lru_cache(maxsize=4)
 def _cached(_model: str, _revision: str | None, job: str) -> PromptReader:
-    """A large vocabulary takes a second to read."""
+    """Cached because a large vocabulary takes a second to read."""
     return reader_of(Job.model_validate_json(job))
 
 
 def summaries(batch: Batch, job: Job, search: str = "") -> list[GroupSummary]:
     """Returns the batch's groups `[P]`; only those in which `search` occurs, if it is given."""
-    rollouts, first, found = graded(batch, job), 0, list[GroupSummary]()
+    rollouts, first, matching = graded(batch, job), 0, list[GroupSummary]()
     for group in batch.groups:
         own = rollouts[first : first + len(group.rollouts)]
         hits = _hits(own, search)
         if not search or hits:
-            found.append(_summary(group, own, first, hits if search else ()))
+            matching.append(_summary(group, own, first, hits if search else ()))
         first += len(own)
-    return found
+    return matching
 
 
 def history_of(
@@ -288,14 +288,14 @@ def history_of(
     """Returns the steps before `before` with the problem `index`, newest first: at most `limit`
     steps, and only the steps found in LOOK_S seconds."""
     steps = [step for step in reversed(run.batch_steps()) if before is None or step < before]
-    found, end = list[ProblemStep](), time.monotonic() + LOOK_S
+    history, end = list[ProblemStep](), time.monotonic() + LOOK_S
     for at, step in enumerate(steps):
         if index in _problems(run.path, step):
             chosen = [one for one in summaries(run.batch(step), job) if one.prompt_index == index]
-            found += [ProblemStep(step=step, group=group) for group in chosen]
-        if (len(found) >= limit or time.monotonic() > end) and at + 1 < len(steps):
-            return ProblemHistory(prompt_index=index, steps=tuple(found), next_before=step)
-    return ProblemHistory(prompt_index=index, steps=tuple(found))
+            history += [ProblemStep(step=step, group=group) for group in chosen]
+        if (len(history) >= limit or time.monotonic() > end) and at + 1 < len(steps):
+            return ProblemHistory(prompt_index=index, steps=tuple(history), next_before=step)
+    return ProblemHistory(prompt_index=index, steps=tuple(history))
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -305,7 +305,7 @@ def _problems(run: Path, step: int) -> frozenset[int]:
 
 
 def _summary(
-    group: RolloutGroup, rollouts: Sequence[GradedRollout], first: int, found: Sequence[int]
+    group: RolloutGroup, rollouts: Sequence[GradedRollout], first: int, hits: Sequence[int]
 ) -> GroupSummary:
     rewards = [rollout.reward for rollout in rollouts]
     present = [reward for reward in rewards if reward is not None]
@@ -320,7 +320,7 @@ def _summary(
         versions=tuple(sorted({version for one in rollouts for version in one.versions})),
         spread=statistics.stdev(present) if len(present) > 1 else None,
         replica=group.replica,
-        found=tuple(found),
+        found=tuple(hits),
     )
 
 
@@ -340,7 +340,7 @@ def _said(rollout: GradedRollout) -> str:
 
 
 def _text(prompt: str | tuple[Message, ...]) -> str:
-    """Returns a prompt's text; of messages the last one's."""
+    """Returns a prompt's text; for messages the text of the last one."""
     if isinstance(prompt, str):
         return prompt
     content = prompt[-1].get("content", "") if prompt else ""

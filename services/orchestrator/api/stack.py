@@ -1,5 +1,5 @@
 """The services of the stack: samplers that register themselves, whose registration lasts as long as
-the sampler renews its lease; and what each service says of itself now."""
+the sampler renews its lease; and the current state of each service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FRESH_S = 2.0
 """Seconds for which all callers get the same answer."""
 
 ANSWER_S = 3.0
-"""Seconds for a service to answer. A service that computes answers too."""
+"""Seconds for a service to answer. A service that is computing answers within this time too."""
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -69,7 +69,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 
 class Stack:
-    """Asks the services for all callers at once."""
+    """Requests the state of the services once for all concurrent callers."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings
@@ -88,17 +88,17 @@ class Stack:
     async def _look(self) -> ServiceList:
         services = await services_of(self._settings, self._store)
         before = {one.url: one.answered_at for one in self._found.services}
-        found = await asyncio.gather(*(_look(*service, self._settings) for service in services))
+        states = await asyncio.gather(*(_look(*service, self._settings) for service in services))
         return ServiceList(
             services=tuple(
                 one.model_copy(update={"answered_at": one.answered_at or before.get(one.url)})
-                for one in found
+                for one in states
             )
         )
 
 
 async def _look(name: ServiceName, url: str, settings: Settings) -> ServiceState:
-    """Returns what the service says now."""
+    """Returns the service's current state."""
     state, error = None, None
     gauges: dict[str, float] = {}
     try:
@@ -107,18 +107,18 @@ async def _look(name: ServiceName, url: str, settings: Settings) -> ServiceState
             httpx.AsyncClient(**client_options(url, settings.bearer())) as http,
         ):
             path, kind = ASKED[name]
-            asked, metrics = await asyncio.gather(http.get(path), http.get("/metrics"))
-            if asked.status_code == 200:
-                state = kind.model_validate_json(asked.content, extra="ignore")
+            answer, metrics = await asyncio.gather(http.get(path), http.get("/metrics"))
+            if answer.status_code == 200:
+                state = kind.model_validate_json(answer.content, extra="ignore")
                 gauges = own_metrics(metrics.text, name)
             else:
-                error = f"it answers with status {asked.status_code}"
+                error = f"it answers with status {answer.status_code}"
     except TimeoutError:
-        error = f"it gave no answer in {ANSWER_S:g} s"
+        error = f"it did not answer within {ANSWER_S:g} s"
     except httpx.HTTPError as problem:
         error = f"it does not answer ({type(problem).__name__})"
     except ValueError:
-        error = f"it answers GET {ASKED[name][0]} as no {name} service does"
+        error = f"its answer to GET {ASKED[name][0]} is not that of a {name} service"
     return ServiceState(
         service=name,
         url=without_password(url),

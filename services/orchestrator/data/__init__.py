@@ -8,5 +8,5 @@
 | `choosing.py` | names of columns, filter, how many; whether prompts leave room for completions |
 | `order.py` | which rows a step takes, from a table or a stream; skipped problems |
 | `uploads.py` | the files that were uploaded |
-| `subprocesses.py` | the process that asks the Hub |
+| `subprocesses.py` | the process that calls the Hub |
 """

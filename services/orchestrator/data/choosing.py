@@ -1,6 +1,6 @@
-"""Chooses the rows of a source that are problems, and renames their columns. And counts prompts in
-the tokens of the job's model: whether they leave room for their completions, and how the model gets
-the first ones, for a dry run."""
+"""Chooses the rows of a source that are problems, and renames their columns. And counts the tokens
+of prompts in the job's model: whether they leave enough tokens for completions, and for a dry run
+how the first prompts are rendered."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MAX_FILTERS = 16
 
 
 class BadRow(BadRequest):
-    """A row that makes no prompt, or whose prompt cannot be sent. Other rows may be good."""
+    """A row without a valid prompt. Other rows may have one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Columns:
 
 
 class SelectedProblems(Sequence[Problem]):
-    """The problems of a table, in its order: each row is read when it is asked for."""
+    """The problems of a table, in its order. A row is read when it is accessed."""
 
     def __init__(self, rows: Rows, columns: Columns, indices: Sequence[int]) -> None:
         self._rows = rows
@@ -155,7 +155,7 @@ def columns_of(names: Sequence[str], table: Table, spec: DataSpec) -> Columns:
 
 
 EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-"""What a template computes."""
+"""The expressions and statements in a template."""
 
 
 def _check_types(table: Table, spec: DataSpec) -> None:
@@ -164,13 +164,12 @@ def _check_types(table: Table, spec: DataSpec) -> None:
         if key := _reader_of(column, spec):
             raise BadRequest(
                 f"{key} reads the column {column!r} of {table.name}, whose type is {kind}; "
-                "expected text, numbers, or lists and tables of them: write it into the data as "
-                "text"
+                "expected text, numbers, or lists and tables of them: convert the column to text"
             )
 
 
 def _reader_of(column: str, spec: DataSpec) -> str | None:
-    """Returns the key of the job by which it reads the column, by its name in the data."""
+    """Returns the key of the job that reads the column `column` of the data; None if none does."""
     for new, old in spec.columns.items():
         if old == column:
             return f"data.columns.{new}"
@@ -186,7 +185,7 @@ def _reader_of(column: str, spec: DataSpec) -> str | None:
 
 
 _KEPT: dict[str, array[int]] = {}
-"""The rows of the last `MAX_FILTERS` filters, by what identifies them."""
+"""The rows of the last `MAX_FILTERS` filters, by the key that identifies table and filter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,11 +203,11 @@ class _Filter:
         if self.table.version is None:
             return self._kept()
         key = repr((self.table.version, self.spec.filter, self.columns.old, self.limit))
-        found = _KEPT.pop(key, None)
-        _KEPT[key] = found = self._kept() if found is None else found
+        kept = _KEPT.pop(key, None)
+        _KEPT[key] = kept = self._kept() if kept is None else kept
         while len(_KEPT) > MAX_FILTERS:
             _KEPT.pop(next(iter(_KEPT)), None)
-        return found
+        return kept
 
     def _kept(self) -> array[int]:
         rows = self.table.rows()
@@ -284,7 +283,7 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """Room for `limit` tokens of prompt and completion together, the limit of `what`; the
+    """The limit of `what`: `limit` tokens of prompt and completion together, of which the
     completion takes up to `max_tokens`, by the job's `key`. `overlong` is what the job does with
     longer prompts; `num_fitting` counts prompts that fit."""
 
@@ -298,8 +297,8 @@ class Fit:
     num_fitting: int = 0
 
     def check(self, prompts: Sequence[Prompt], data: str) -> None:
-        """Raises BadRow for the first prompt that leaves no room, and BadRequest for messages that
-        the model's chat template refuses."""
+        """Raises BadRow for the first prompt that leaves too few tokens, and BadRequest for
+        messages that the model's chat template refuses."""
         counts = self.reader.count([prompt.content for prompt in prompts])
         for prompt, count in zip(prompts, counts, strict=True):
             self.num_tried += 1
@@ -324,8 +323,8 @@ class Fit:
 
 
 def fit_of(job: Job) -> Fit | None:
-    """Returns the room in the job's model; None if its tokenizer is not known here. Raises
-    BadRequest if completions leave no room for any prompt."""
+    """Returns the limits of the job's model; None if its tokenizer is not known here. Raises
+    BadRequest if completions leave no tokens for any prompt."""
     try:
         folder = tokenizer_folder(job)
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
@@ -345,20 +344,20 @@ def fit_of(job: Job) -> Fit | None:
     if not job.trains:
         return held_out_fit(fit, job)
     if not (job.is_pushed or job.trains_without_sampling):
-        _check_room(fit)
+        _check_limit(fit)
     return fit
 
 
 def held_out_fit(fit: Fit, job: Job) -> Fit:
-    """Returns the same for the held-out problems."""
-    found = replace(fit, num_tried=0, num_fitting=0)
+    """Returns the limits for held-out problems."""
+    held_out = replace(fit, num_tried=0, num_fitting=0)
     if (most := job.evaluation.max_tokens) is not None:
-        found = replace(found, key="evaluation.max_tokens", max_tokens=most)
-    _check_room(found)
-    return found
+        held_out = replace(held_out, key="evaluation.max_tokens", max_tokens=most)
+    _check_limit(held_out)
+    return held_out
 
 
-def _check_room(fit: Fit) -> None:
+def _check_limit(fit: Fit) -> None:
     if fit.max_tokens >= fit.limit:
         raise BadRequest(
             f"{fit.key} is {fit.max_tokens}, and {fit.what} holds {fit.limit} tokens of prompt and "
@@ -391,8 +390,8 @@ MAX_CHARS = 300
 
 
 def prompt_warnings(job: Job, prompts: Sequence[Prompt]) -> list[str]:
-    """Returns what is probably wrong with how the job's model reads the prompts. An environment
-    makes messages of text."""
+    """Returns warnings about how the job's model reads the prompts. A job with an environment has
+    none: its prompts become messages."""
     texts = [prompt for prompt in prompts[:MAX_SHOWN] if isinstance(prompt.content, str)]
     if job.environment is not None or not texts:
         return []
@@ -404,18 +403,19 @@ def prompt_warnings(job: Job, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _without_template(reader: PromptReader, prompt: Prompt) -> list[str]:
-    """Returns a warning if the model has a chat template, which text does not get."""
+    """Returns a warning if the model has a chat template, which prompts that are text do not
+    use."""
     if reader.template is None:
         return []
     try:
         (chat,) = reader.texts([[{"role": "user", "content": prompt.content}]])
-    except BadRequest:  # it does not take one message of the user
+    except BadRequest:  # the template refuses a single user message
         return []
     return [
         f"the prompts are text, and go to the model {reader.model!r} without its chat template: "
         f"row {prompt.index} as {_shortened(str(prompt.content))!r}; as a chat message it would be "
-        f"{_shortened(chat)!r}. If the model is to be asked as in a chat, make messages of the "
-        "prompts: data.messages, or data.system_prompt"
+        f"{_shortened(chat)!r}. If the model is a chat model, make messages of the prompts: "
+        "data.messages, or data.system_prompt"
     ]
 
 
@@ -439,7 +439,7 @@ def _shortened(text: str) -> str:
 
 
 def reader_of(job: Job) -> PromptReader:
-    """Returns how the job's model reads prompts. Raises TokenizerUnavailable."""
+    """Returns the reader of the job's model's tokenizer. Raises TokenizerUnavailable."""
     return prompt_reader(job.model, tokenizer_folder(job), job.sampling.template_args)
 
 
@@ -453,8 +453,8 @@ def tokenizer_folder(job: Job) -> Path:
 
 
 def length_limit(job: Job) -> int | None:
-    """Returns how many tokens a sequence of the job's model may have; None if neither the job nor
-    a configuration here says it."""
+    """Returns how many tokens a sequence of the job's model may have; None if neither the job nor a
+    local configuration has the limit."""
     try:
         folder = tokenizer_folder(job)
     except (TokenizerUnavailable, BadRequest):  # the trainer's host has it
@@ -465,13 +465,13 @@ def length_limit(job: Job) -> int | None:
 
 
 def tokenizer_stamp(job: Job) -> tuple[object, ...]:
-    """Returns a stamp that changes when the files with the model's tokenizer or chat template
-    do."""
+    """Returns a stamp that changes whenever the files with the model's tokenizer or chat template
+    change."""
     try:
         folder = tokenizer_folder(job)
     except TokenizerUnavailable:
         return ()
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     files = [folder / name for name in names]
-    found = [file.stat() for file in files if file.is_file()]
-    return (str(folder), *((each.st_ino, each.st_size, each.st_mtime_ns) for each in found))
+    stats = [file.stat() for file in files if file.is_file()]
+    return (str(folder), *((each.st_ino, each.st_size, each.st_mtime_ns) for each in stats))

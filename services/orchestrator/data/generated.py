@@ -65,7 +65,7 @@ made of the source's seed plus its number, so that near seeds would share proble
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """What the problems of one source are made of. Messages call it `key`."""
+    """The inputs that decide the problems of one source. Messages call the source `key`."""
 
     key: str
     task: str
@@ -94,21 +94,21 @@ class ProblemSet:
         return levels[place]
 
 
-def open_generated(asked: ProblemSet, runs_dir: Path, wanted: str | None) -> JsonTable:
+def open_generated(source: ProblemSet, runs_dir: Path, wanted: str | None) -> JsonTable:
     """Returns the table of the problems, which are generated where their file is missing. Raises
     BadRequest for a task or options that the package does not have, OperatorActionNeeded if another
     version of the package makes other problems than `wanted`."""
-    release = _release(asked)
-    name = f"{asked.key} ({PACKAGE} {release}, task {asked.task!r})"
-    made_of = json.dumps(asdict(asked), sort_keys=True, default=str)
+    release = _release(source)
+    name = f"{source.key} ({PACKAGE} {release}, task {source.task!r})"
+    made_of = json.dumps(asdict(source), sort_keys=True, default=str)
     digest = hashlib.sha256(f"{release}:{made_of}".encode()).hexdigest()[:32]
     path = runs_dir / ".generated" / f"{digest}.jsonl"
     if not path.exists():
         with writing("folder", path.parent):
             disk.make_folder(path.parent)
-            _generate(asked, path)
+            _generate(source, path)
             _remove_oldest(path.parent)
-    with contextlib.suppress(OSError):  # where only reading is allowed
+    with contextlib.suppress(OSError):  # the folder is read-only
         os.utime(path)
     version = digest_of_file(path)
     try:
@@ -121,33 +121,34 @@ def open_generated(asked: ProblemSet, runs_dir: Path, wanted: str | None) -> Jso
     return JsonTable(name, path, version)
 
 
-def _release(asked: ProblemSet) -> str:
+def _release(source: ProblemSet) -> str:
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
         raise BadRequest(
-            f"{asked.key} is 'reasoning_gym:{asked.task}', a task of the package {PACKAGE}, "
+            f"{source.key} is 'reasoning_gym:{source.task}', a task of the package {PACKAGE}, "
             + NOT_INSTALLED.format(where="the orchestrator")
         ) from error
 
 
-def _generate(asked: ProblemSet, path: Path) -> None:
-    """Writes the file in a process, which is killed at its deadline, or once no one waits."""
+def _generate(source: ProblemSet, path: Path) -> None:
+    """Writes the file in a process, which is killed at its deadline or with the caller's task."""
     with tempfile.TemporaryDirectory(dir=path.parent) as aside:
         written = Path(aside) / path.name
         generating = run_in_subprocess(
             write,
-            asked,
+            source,
             str(written),
             deadline_s=GENERATE_S,
-            what=f"generating the problems of {asked.key} in {MEMORY_BYTES >> 30} GiB of memory",
-            environment={"PYTHONHASHSEED": "0"},  # some tasks depend on the order of sets
+            what=f"generating the problems of {source.key} in {MEMORY_BYTES >> 30} GiB of memory",
+            environment={"PYTHONHASHSEED": "0"},  # some tasks depend on the iteration order of sets
         )
         try:
             asyncio.run(_while_wanted(generating))
         except SubprocessTimeout as error:
             raise BadRequest(
-                f"{asked.key}: generating {asked.size} problems of {asked.task!r} took more than "
+                f"{source.key}: generating {source.size} problems of {source.task!r} took more "
+                "than "
                 f"{GENERATE_S:g} s; expected fewer or easier ones: lower data.reasoning_gym.size "
                 "or eval_size"
             ) from error
@@ -155,7 +156,7 @@ def _generate(asked: ProblemSet, path: Path) -> None:
 
 
 async def _while_wanted(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits the work. Cancels it, and raises Failed, once no one waits for it."""
+    """Awaits the work. Cancels it and raises Failed when the caller is cancelled."""
     running = asyncio.ensure_future(work)
     try:
         while not running.done():
@@ -175,54 +176,56 @@ def _remove_oldest(folder: Path) -> None:
 # --- in the process that generates ----------------------------------------------------------------
 
 
-def write(asked: ProblemSet, path: str) -> None:
-    """Writes the rows to a file. Raises BadRequest for what the package does not have."""
+def write(source: ProblemSet, path: str) -> None:
+    """Writes the rows to a file. Raises BadRequest for a task or option unknown to the package."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     num_bytes = 0
     with Path(path).open("w", encoding="utf-8") as file:
-        for row in rows_of(asked):
+        for row in rows_of(source):
             num_bytes += file.write(json.dumps(row) + "\n")
             if num_bytes > MAX_BYTES:
                 raise BadRequest(
-                    f"{asked.key}: the problems of {asked.task!r} take more than {MAX_BYTES} "
+                    f"{source.key}: the problems of {source.task!r} take more than {MAX_BYTES} "
                     "bytes; expected fewer or smaller ones"
                 )
 
 
-def rows_of(asked: ProblemSet) -> Iterator[dict[str, Any]]:
+def rows_of(source: ProblemSet) -> Iterator[dict[str, Any]]:
     """Yields the rows in order. Raises BadRequest as `write`."""
     datasets: dict[int | None, tuple[Any, dict[str, Any]]] = {}
-    for index in range(asked.size):
-        level = asked.level(index)
+    for index in range(source.size):
+        level = source.level(index)
         if level not in datasets:
-            datasets[level] = _dataset(asked, level)
+            datasets[level] = _dataset(source, level)
         dataset, config = datasets[level]
         try:
             entry = dataset[index]
-        except Exception as error:  # the package's code raises any class for options it cannot meet
+        except Exception as error:  # the package raises any class for unusable options
             raise BadRequest(
-                f"{asked.key}: the task {asked.task!r} made no problem {index} with these options: "
+                f"{source.key}: the task {source.task!r} made no problem {index} with these "
+                "options: "
                 f"{type(error).__name__}: {str(error)[:300]}"
             ) from error
-        yield _row(asked, index, level, config, entry)
+        yield _row(source, index, level, config, entry)
 
 
 def _row(
-    asked: ProblemSet, index: int, level: int | None, config: Any, entry: Mapping[str, Any]
+    source: ProblemSet, index: int, level: int | None, config: Any, entry: Mapping[str, Any]
 ) -> dict[str, Any]:
     kept = {key: _plain(entry[key]) for key in ("question", "answer", "metadata")}
-    text = repr({"task": asked.task, "config": config} | kept)
+    text = repr({"task": source.task, "config": config} | kept)
     try:
         is_whole = ast.literal_eval(text)["metadata"] == kept["metadata"]
     except (ValueError, SyntaxError):
         is_whole = False
     if not is_whole or len(text) > MAX_ROW_BYTES:
         raise BadRequest(
-            f"{asked.key}: problem {index} of the task {asked.task!r} cannot be written to a file; "
+            f"{source.key}: problem {index} of the task {source.task!r} cannot be written to a "
+            "file; "
             "expected a task whose problems are numbers, texts, lists and tables"
         )
     answer = None if entry["answer"] is None else str(entry["answer"])
-    shown = {"prompt": entry["question"], "answer": answer, "task": asked.task}
+    shown = {"prompt": entry["question"], "answer": answer, "task": source.task}
     return shown | ({} if level is None else {"level": level}) | {"entry": text}
 
 
@@ -235,48 +238,48 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple, set) else value
 
 
-def _dataset(asked: ProblemSet, level: int | None) -> tuple[Any, dict[str, Any]]:
+def _dataset(source: ProblemSet, level: int | None) -> tuple[Any, dict[str, Any]]:
     """Returns the package's data set at a level, and its configuration in plain data, without seed
     and size, as far as it differs from the task's own."""
     import reasoning_gym  # noqa: F401  (registers the tasks)
     from pydantic import TypeAdapter
     from reasoning_gym.factory import DATASETS
 
-    if asked.task not in DATASETS:
+    if source.task not in DATASETS:
         raise BadRequest(
-            f"{asked.key}: {PACKAGE} has no task {asked.task!r}; "
-            f"{nearest(asked.task, sorted(DATASETS), 'its tasks')}"
+            f"{source.key}: {PACKAGE} has no task {source.task!r}; "
+            f"{nearest(source.task, sorted(DATASETS), 'its tasks')}"
         )
-    kind, config_type = DATASETS[asked.task]
+    kind, config_type = DATASETS[source.task]
     adapter = TypeAdapter(config_type)
-    options = _options(asked, adapter, config_type)
-    options |= {"seed": asked.first_seed, "size": max(asked.size, 1)}
+    options = _options(source, adapter, config_type)
+    options |= {"seed": source.first_seed, "size": max(source.size, 1)}
     try:
-        given = options if level is None else _of_level(asked, level) | options
-        config = config_type(**given)
+        values = options if level is None else _of_level(source, level) | options
+        config = config_type(**values)
         dataset = kind(config=config)
-    except Exception as error:  # assertions of the package, and what its tasks raise
+    except Exception as error:  # the package raises AssertionError, and its tasks other classes
         at = "" if level is None else f" at level {level}"
         raise BadRequest(
-            f"{asked.key}: {PACKAGE} refuses the options of {asked.task!r}{at}: "
+            f"{source.key}: {PACKAGE} refuses the options of {source.task!r}{at}: "
             f"{str(error)[:300] or type(error).__name__}"
         ) from error
     plain = adapter.dump_python(config, mode="json", exclude_defaults=True, warnings=False)
     return dataset, {key: plain[key] for key in plain if key not in ("seed", "size")}
 
 
-def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any]:
+def _options(source: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any]:
     """Returns the job's options with the types that the task's configuration has."""
     from pydantic import ValidationError
 
-    options = asked.spec.options
+    options = source.spec.options
     fields = dict(config_type.__dataclass_fields__)
     for reserved in ("seed", "size", *(name for name in fields if name.endswith(FILE_ENDINGS))):
         fields.pop(reserved, None)
     for name in options:
         if name not in fields:
             raise BadRequest(
-                f"data.reasoning_gym.options has {name!r}, which {asked.task!r} does not take; "
+                f"data.reasoning_gym.options has {name!r}, which {source.task!r} does not take; "
                 f"{nearest(name, sorted(fields), 'its options')}"
             )
     check_no_files(options)
@@ -291,7 +294,7 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
             f"data.reasoning_gym.options.{where} is {first['input']!r:.80}; expected "
             f"{wanted or 'another value'} ({first['msg']})"
         ) from error
-    except Exception as error:  # assertions of the package
+    except Exception as error:  # the package raises AssertionError
         raise BadRequest(
             f"data.reasoning_gym.options: {PACKAGE} refuses them: {str(error)[:300]}"
         ) from error
@@ -300,7 +303,7 @@ def _options(asked: ProblemSet, adapter: Any, config_type: Any) -> dict[str, Any
 
 def check_no_files(options: object, at: str = "data.reasoning_gym.options") -> None:
     """Raises BadRequest for an option, at any depth, that names a file of the orchestrator's
-    machine: tasks that are made of others hand options on to them unread."""
+    machine: tasks that contain other tasks pass options on to them unchecked."""
     if isinstance(options, Mapping):
         for name, value in options.items():
             if str(name).endswith(FILE_ENDINGS):
@@ -311,20 +314,20 @@ def check_no_files(options: object, at: str = "data.reasoning_gym.options") -> N
             check_no_files(value, f"{at}[{index}]")
 
 
-def _of_level(asked: ProblemSet, level: int) -> dict[str, Any]:
-    """Returns what the task's curriculum sets at a level."""
+def _of_level(source: ProblemSet, level: int) -> dict[str, Any]:
+    """Returns the options that the task's curriculum sets at a level."""
     from reasoning_gym.factory import CURRICULA, create_curriculum
 
-    if asked.task not in CURRICULA:
+    if source.task not in CURRICULA:
         raise BadRequest(
-            f"data.reasoning_gym.levels is {list(asked.spec.levels)}, and {asked.task!r} has no "
+            f"data.reasoning_gym.levels is {list(source.spec.levels)}, and {source.task!r} has no "
             "curriculum; expected no levels, and options in their place"
         )
-    curriculum: Any = create_curriculum(asked.task)
+    curriculum: Any = create_curriculum(source.task)
     highest = max((len(each.levels) - 1 for each in curriculum.attributes.values()), default=0)
     if level > highest:
         raise BadRequest(
-            f"data.reasoning_gym.levels has {level}; expected 0 to {highest} for {asked.task!r}"
+            f"data.reasoning_gym.levels has {level}; expected 0 to {highest} for {source.task!r}"
         )
     curriculum.set_global_level(level)
     config = curriculum.generate_configuration({"seed": 0, "size": 1})

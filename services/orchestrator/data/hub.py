@@ -1,6 +1,6 @@
 """The Hugging Face Hub: a model's configuration and tokenizer, to check them; and data sets, each
-at one commit. A commit that this machine has read before comes from its cache, without asking the
-Hub. And which model folders of the orchestrator's host a job may name."""
+at one commit. A commit that this machine has read before comes from its cache, without a request to
+the Hub. And the check of which model folders on the orchestrator's host a job may name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_cached(model: str, revision: str | None) -> bool:
         if Path(model).exists() or not may_be_on_hub(model):
             return True
     except (OSError, ValueError):
-        return True  # it is no model's name, so there is nothing to fetch
+        return True  # not a valid model name, so there is nothing to fetch
     folder = cached_model(model, revision)
     has_tokenizer = folder and any((folder / name).is_file() for name in TOKENIZERS)
     return bool(folder and has_tokenizer and (folder / "config.json").is_file())
@@ -39,16 +39,16 @@ def cached_model(model: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(model, revision=revision, local_files_only=True)
+        folder = snapshot_download(model, revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return Path(found)
+    return Path(folder)
 
 
 def fetch_model(model: str, revision: str | None) -> str | None:
-    """Puts configuration and tokenizer of a model into this machine's Hugging Face cache. Returns
-    why the Hub could not be asked; None if it could. Raises BadRequest for a model that the Hub
-    does not have. May hang as long as the Hub does."""
+    """Downloads configuration and tokenizer of a model into this machine's Hugging Face cache.
+    Returns why the Hub could not be reached; None if it was. Raises BadRequest for a model that the
+    Hub does not have. Has no deadline: it hangs if the Hub hangs."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
 
@@ -104,8 +104,8 @@ class PinnedDataset:
 
         *owner, name = self.path.split("/")
         root = Path(places.HF_DATASETS_CACHE, "___".join([*owner, camelcase_to_snakecase(name)]))
-        found = root.glob(f"{config}/*/{self.commit}/dataset_info.json")
-        return sorted(file.parent for file in found)
+        infos = root.glob(f"{config}/*/{self.commit}/dataset_info.json")
+        return sorted(file.parent for file in infos)
 
     def _defaults(self) -> Iterator[str]:
         """Yields possible names of the default configuration: "default", else the name in the data
@@ -124,22 +124,22 @@ class PinnedDataset:
 
 
 PARQUET = b"PAR1"
-"""What Parquet files begin with."""
+"""The first bytes of a Parquet file."""
 
 
-def _paths(found: Any) -> Iterator[Path]:
+def _paths(value: Any) -> Iterator[Path]:
     """Yields the paths in what a download returns: texts, in lists and tables."""
-    if isinstance(found, str | Path):
-        yield Path(found)
-    elif isinstance(found, Mapping):
-        yield from itertools.chain.from_iterable(map(_paths, cast(Any, found).values()))
-    elif found is not None:
-        yield from itertools.chain.from_iterable(map(_paths, found))
+    if isinstance(value, str | Path):
+        yield Path(value)
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_paths, cast(Any, value).values()))
+    elif value is not None:
+        yield from itertools.chain.from_iterable(map(_paths, value))
 
 
 @dataclass(frozen=True)
 class HubTable(ArrowTable):
-    """`version` is the commit; None if it is unknown because the Hub must not be asked."""
+    """A table of the Hub. `version` is the commit; None if HF_HUB_OFFLINE forbids asking for it."""
 
     def _load(self, *, streaming: bool) -> Any:
         if self.version is None:
@@ -162,11 +162,11 @@ class HubTable(ArrowTable):
 
         class CheckedDownloads(DownloadManager):
             def download(self, url_or_urls: Any) -> Any:
-                found = super().download(url_or_urls)
-                for path in _paths(found):
+                downloaded = super().download(url_or_urls)
+                for path in _paths(downloaded):
                     if path.is_file() and path.open("rb").read(4) == PARQUET:
                         check_expansion(path, f"a file of {table.name}", commit)
-                return found
+                return downloaded
 
         return CheckedDownloads(
             dataset_name=builder.dataset_name,
@@ -181,8 +181,8 @@ class HubTable(ArrowTable):
         from datasets import config
 
         config.HF_UPDATE_DOWNLOAD_COUNTS = False
-        given = {name: each for name, each in self.arguments.items() if name != "split"}
-        builder = cast(Any, datasets.load_dataset_builder(**given))
+        arguments = {name: each for name, each in self.arguments.items() if name != "split"}
+        builder = cast(Any, datasets.load_dataset_builder(**arguments))
         if builder.hash != pinned.commit:
             raise Unavailable(
                 f"{self.name} cannot be fetched: {hub_url()} cannot be reached, and the Hugging "

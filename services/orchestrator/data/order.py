@@ -1,5 +1,5 @@
-"""Which problems a step takes: a pure function of (seed, step, round), so resuming needs no saved
-position.
+"""Decides which problems a step takes: a pure function of (seed, step, round), so resuming needs no
+saved position.
 
 A pass over the data takes every row once; the next one has another order. Round 0 of a step are its
 prompts; rounds from 1 may replace groups without signal.
@@ -43,15 +43,15 @@ class TableOrder:
     ) -> list[int]:
         """Returns the places of a round of the step. `first` are the places of round 0. Rounds from
         1 take no `skipped` place."""
-        found, rows = first, range(len(self._problems))
+        places, rows = first, range(len(self._problems))
         taken = {*first, *skipped}
         for earlier in range(1, round + 1):
             drawn = random.Random(f"{self._seed}:{step}:{earlier}").sample(
                 rows, min(len(first) + len(taken), len(rows))
             )
-            found = [place for place in drawn if place not in taken][: len(first)]
-            taken.update(found)
-        return found
+            places = [place for place in drawn if place not in taken][: len(first)]
+            taken.update(places)
+        return places
 
     def _place(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._problems))
@@ -61,8 +61,9 @@ class TableOrder:
 
 
 class StreamOrder:
-    """A stream is read from its beginning on. Its rows are shuffled within a buffer. Replacement
-    problems come from another shuffle of the stream, in which each step has a part of its own.
+    """The order of a stream, which is read from its beginning. Its rows are shuffled within a
+    buffer. Replacement problems come from another shuffle of the stream, in which each step has a
+    part of its own.
 
     `begin` starts reading. `num_rounds` is how many rounds from 1 a step may have.
     """
@@ -76,17 +77,17 @@ class StreamOrder:
         self._spare = _tape(job, begin, "spare:", steps * self._count * num_rounds)
 
     def take(self, step: int, round: int) -> list[Problem]:
-        """As `TableOrder.take`."""
+        """Returns as `TableOrder.take`."""
         count = self._count
         with self._turn:
-            found = self._main.read((step - 1) * count, count)
-            taken = {problem.index for problem in found}
+            problems = self._main.read((step - 1) * count, count)
+            taken = {problem.index for problem in problems}
             for earlier in range(1, round + 1):
                 part = (step - 1) * self._num_rounds + earlier - 1
                 drawn = {one.index: one for one in self._spare.read(part * count, count)}
-                found = [one for index, one in drawn.items() if index not in taken]
+                problems = [one for index, one in drawn.items() if index not in taken]
                 taken.update(drawn)
-            return found
+            return problems
 
 
 Order = TableOrder | StreamOrder
@@ -182,10 +183,10 @@ def _shuffled(count: int, seed: int, epoch: int) -> Sequence[int]:
 
 # --- difficulty: skipped problems -----------------------------------------------------------------
 
-# A step still takes the same problems whenever it is asked, and however often the job was
-# interrupted. It is sampled once the step `max_staleness` + 1 before it is done. So it uses the
-# verdicts of groups up to that step, even if more are known by then. The run folder has the
-# verdicts (`difficulty.jsonl`); from them the walk through the data is repeated from step 1.
+# A step takes the same problems at every call, however often the job was interrupted. It is sampled
+# once the step `max_staleness` + 1 before it is done, so it uses only the verdicts of groups up to
+# that step, even if more are known by then. The run folder has the verdicts (`difficulty.jsonl`),
+# from which the walk through the data is repeated from step 1.
 
 Verdict = Literal["right", "wrong", "mixed"]
 """Whether a group's rollouts were all right, all wrong, or some better than the rest."""

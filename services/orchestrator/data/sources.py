@@ -1,4 +1,4 @@
-"""The kinds of sources of a job's problems. The first matching entry of KINDS opens a source."""
+"""The kinds of sources of a job's problems. READ FIRST. The first match in KINDS opens it."""
 
 from __future__ import annotations
 
@@ -127,21 +127,21 @@ def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
     """Returns the files on this host that the job needs, each with the key that names it: the
     files with its problems, and the configuration of each model that is a folder."""
     models = [job.model] if job.trains else [each.model for each in job.evaluated_models]
-    found = [
+    files = [
         ("model", Path(model) / "config.json") for model in models if not HUB_ID.fullmatch(model)
     ]
     for ask in source_requests(job, settings).values():
         if not isinstance(ask.source, str):
             continue
         if UPLOADED.fullmatch(ask.source):
-            found.append((ask.key, Uploads(settings.runs_dir).described_in(ask.source)))
+            files.append((ask.key, Uploads(settings.runs_dir).described_in(ask.source)))
         elif Path(ask.source).suffix in FORMATS:
-            found.append((ask.key, Path(ask.source)))
-    return found
+            files.append((ask.key, Path(ask.source)))
+    return files
 
 
 def _check_name(ask: SourceRequest) -> None:
-    """Raises BadRequest for a name that the file system cannot look up."""
+    """Raises BadRequest for a path that the file system rejects."""
     if "\0" in ask.text:
         raise BadRequest(f"{ask.key} is {ask.text!r:.80}, with a NUL; {EXPECTED}")
     try:
@@ -174,7 +174,7 @@ def _uploaded(ask: SourceRequest) -> Table:
     uploads = Uploads(ask.settings.runs_dir)
     try:
         file = uploads.get(ask.text)
-    except NotFound:  # another host of the volume may have it
+    except NotFound:  # another host that mounts the volume may have written it
         run_for_volume(
             ask.settings.runs_refresh, f"{ask.key} is {ask.text!r}, which cannot be seen"
         )
@@ -236,7 +236,7 @@ def _parquet(path: Path, name: str, version: str) -> Table:
         num_rows = read_metadata(path).num_rows  # `datasets` fails on none, with another reason
         if num_rows:
             check_expansion(path, name, version)
-    except OSError as error:  # also a file that is no Parquet file, without a number
+    except OSError as error:  # also raised, without an errno, for a file that is not Parquet
         raise unreadable(name, error) from error
     except ArrowException as error:
         raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
@@ -279,13 +279,13 @@ def _cached_commit(ask: SourceRequest) -> str | None:
 
 
 def _commit(ask: SourceRequest) -> str | None:
-    """Returns the revision's commit now; None if the Hub must not be asked (HF_HUB_OFFLINE)."""
+    """Returns the revision's current commit; None if HF_HUB_OFFLINE forbids requests to the Hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     revision = ask.spec.revision
     try:
-        found = HfApi().dataset_info(ask.text, revision=revision, timeout=HUB_DEADLINE_S)
+        info = HfApi().dataset_info(ask.text, revision=revision, timeout=HUB_DEADLINE_S)
     except OfflineModeIsEnabled:
         return revision if revision and COMMIT.fullmatch(revision) else None
     except HfHubHTTPError as error:
@@ -297,7 +297,7 @@ def _commit(ask: SourceRequest) -> str | None:
         ) from error
     except Exception as error:  # the Hub's library may raise any class
         raise _away(ask, error) from error
-    return found.sha
+    return info.sha
 
 
 def _away(ask: SourceRequest, error: Exception) -> Unavailable:
@@ -324,21 +324,21 @@ KINDS = (
 
 
 def needs_hub(job: Job, settings: Settings) -> bool:
-    """Whether the Hub must be asked for any of the job's data."""
+    """Whether any of the job's data requires requests to the Hub."""
     return not hub_is_offline() and any(map(_is_asked, source_requests(job, settings).values()))
 
 
 async def fetch(asks: Iterable[SourceRequest]) -> None:
-    """Puts sources on the Hub into this machine's cache, from which rows are then read, except
-    streams, which are not kept. A download may hang, so a process does it, which is killed at its
-    deadline, or once no one waits for it. Raises as `load_prompts`, and Unavailable if the Hub
+    """Downloads sources on the Hub into this machine's cache, from which rows are then read;
+    streams are not cached. A download may hang, so it runs in a process, which is killed at its
+    deadline or when the caller is cancelled. Raises as `load_prompts`, and Unavailable if the Hub
     hangs."""
-    asked = [ask for ask in asks if await asyncio.to_thread(_is_asked, ask)]
-    if not asked or hub_is_offline():
+    on_hub = [ask for ask in asks if await asyncio.to_thread(_is_asked, ask)]
+    if not on_hub or hub_is_offline():
         return
     try:
-        what = f"fetching the data {', '.join(f'{ask.text!r:.100}' for ask in asked)}"
-        await run_in_subprocess(_fetch, asked, deadline_s=FETCH_S, what=what)
+        what = f"fetching the data {', '.join(f'{ask.text!r:.100}' for ask in on_hub)}"
+        await run_in_subprocess(_fetch, on_hub, deadline_s=FETCH_S, what=what)
     except SubprocessTimeout as error:
         raise Unavailable(error.detail) from error
 

@@ -1,5 +1,5 @@
-"""Work in a process of its own, which is killed once no one waits for it. Calls of the Hub may hang
-in ways that no deadline of its libraries ends, and a thread cannot be killed.
+"""Runs work in a process of its own, which is killed when its caller is cancelled. Calls of the Hub
+may hang in ways that no deadline of its libraries ends, and a thread cannot be killed.
 
 `python -m services.orchestrator.data.subprocesses PID` is that process. It ends with process PID,
 reads its work from stdin, and writes the result to stdout.
@@ -22,13 +22,13 @@ from shared.host.processes import die_with
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 MAX_BYTES = 300
-"""Of a failed process's last line on stderr, the part that is shown."""
+"""Bytes of a failed process's last line on stderr that are shown."""
 
 T = TypeVar("T")
 
 
 class SubprocessTimeout(Failed):
-    """The work was not done by its deadline, and was killed."""
+    """The work did not finish by its deadline, and was killed."""
 
 
 async def run_in_subprocess(
@@ -56,7 +56,7 @@ async def run_in_subprocess(
             async with asyncio.timeout(deadline_s):
                 answer, _ = await process.communicate(pickle.dumps((work, args)))
         except TimeoutError as error:
-            raise SubprocessTimeout(f"{what} was not done in {deadline_s:g} s") from error
+            raise SubprocessTimeout(f"{what} did not finish within {deadline_s:g} s") from error
         finally:
             if process.returncode is None:
                 process.kill()
@@ -77,7 +77,7 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def _main() -> None:
-    die_with(int(sys.argv[1]))  # not os.getppid(): the parent may be gone by now
+    die_with(int(sys.argv[1]))  # not os.getppid(): the parent may have ended already
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)  # output of libraries must not mix with the answer
         pickle.dump(_answer(), answer)
@@ -89,7 +89,8 @@ def _answer() -> tuple[HoneError | None, Any]:
         return None, work(*args)
     except HoneError as error:
         return error, None
-    except Exception as error:  # a bug: the last resort of the process
+    except Exception as error:
+        # a bug in the work: reported to the parent, as the last act of this process
         return Failed(f"{type(error).__name__}: {error}", code="bug"), None
 
 

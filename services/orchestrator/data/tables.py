@@ -31,15 +31,15 @@ from shared.wire.messages import without_arrow_nones
 Row = dict[str, Any]
 
 ended: ContextVar[threading.Event | None] = ContextVar("ended", default=None)
-"""Set once no one waits for this thread's work. A thread cannot be killed, so the work checks
-it."""
+"""Set when the caller of this thread's work is cancelled. A thread cannot be killed, so the work
+checks the event."""
 
 ROWS_LOOKED_AT = 1000
 """First rows of a stream, from which its columns are read."""
 
 
 class Rows(Protocol):
-    """Rows by number, as `datasets.Dataset` has them."""
+    """Access to rows by number, as in `datasets.Dataset`."""
 
     @property
     def column_names(self) -> list[str]: ...
@@ -63,7 +63,7 @@ class RowList:
 
 @dataclass(frozen=True)
 class InlineTable:
-    """Rows that stand in the job: they never change."""
+    """Rows that are part of the job itself, so they never change."""
 
     name: str
     given: tuple[Row, ...]
@@ -176,11 +176,12 @@ AN_OBJECT = "expected a JSON object"
 MAX_ROW_BYTES = 64 << 20
 
 MAX_ROW_WEIGHT = 1 << 20
-"""Of one row (`codec.json_weight`). Parsing it blocks all threads for a quarter of a second."""
+"""The greatest weight of one row (`codec.json_weight`). Parsing such a row blocks all threads for a
+quarter of a second."""
 
 WINDOW = 1 << 16
 """Characters of a list that are parsed first to find a row; the window grows if the row does not
-end in it. Parsing so many takes little time, whatever they are."""
+end in it. Parsing that many characters takes little time, whatever they contain."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -203,8 +204,8 @@ def _check_row(data: bytes | str, start: int, end: int, where: str) -> None:
 
 def _skipped(text: str, at: int) -> int:
     """Returns the place of the first character from `at` on that is no white space."""
-    found = SPACE.match(text, at)
-    return found.end() if found else at
+    space = SPACE.match(text, at)
+    return space.end() if space else at
 
 
 def _row_at(text: str, at: int, where: str) -> tuple[Any, int]:
@@ -266,8 +267,8 @@ PASSING_KINDS = (ConnectionError, TimeoutError, httpx.TransportError)
 
 @dataclass(frozen=True)
 class Index:
-    """Where each row of a file begins, its columns, the types of the columns that are not text, and
-    the state of the file."""
+    """The index of a file: where each row begins, the columns, the types of the columns that are
+    not text, and the state of the file."""
 
     offsets: array[int]
     columns: list[str]
@@ -277,10 +278,10 @@ class Index:
 
 @functools.lru_cache(maxsize=16)
 def _indexed(table: JsonTable | CsvTable) -> Index:
-    """As the table's `index`, cached for all jobs with the same content of the same file."""
-    found = table.index()
+    """Returns the table's `index`, cached for all jobs that read the same content of the file."""
+    index = table.index()
     check_version(table.name, digest_of_file(table.path), table.version)
-    return found
+    return index
 
 
 class FileRows:
@@ -319,7 +320,7 @@ class FileRows:
 @dataclass(frozen=True)
 class CsvTable:
     """A file of comma-separated values. A column is text, unless each of its texts is how Python
-    writes a whole number, or a float: "007", "1.50", "NA" and "" stay what they are."""
+    writes a whole number, or a float: "007", "1.50", "NA" and "" stay text."""
 
     name: str
     path: Path
@@ -338,7 +339,7 @@ class CsvTable:
         """Returns a sentence for each column that is not read as text."""
         return [
             f"column {column!r} of {self.name} was read as {NUMBERS[kind]}, because each of its "
-            "texts is one; if it is to stay text, save the file as .jsonl"
+            "texts is one; to keep it as text, save the file as .jsonl"
             for column, kind in self._index().types.items()
         ]
 
@@ -413,7 +414,7 @@ others could work."""
 NUMBERS: dict[type, str] = {int: "integers", float: "floats"}
 
 MAX_INT = 2**63
-"""Greater whole numbers stay text: no service can be sent them."""
+"""Greater whole numbers stay text, because they cannot be sent to the services."""
 
 
 class _CountedLines(Iterator[str]):
@@ -438,7 +439,7 @@ def _texts(file: BinaryIO) -> Iterator[str]:
 
 
 def _is_written_as(kind: type, text: str) -> bool:
-    """Whether Python writes the number of this kind that the text is as this text."""
+    """Whether the text is a number of this kind exactly as Python writes it."""
     try:
         number = kind(text)
     except ValueError:
@@ -467,11 +468,11 @@ class ArrowRows:
 
 
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")
-"""How the names of Arrow's types begin whose values JSON has."""
+"""The beginnings of the names of the Arrow types whose values JSON can express."""
 
 
 def _unsendable(feature: Any) -> str | None:
-    """Returns the type of what is in a column and JSON has not; None if there is nothing."""
+    """Returns the type in a column that JSON cannot express; None if there is none."""
     if isinstance(feature, dict):
         inner = list(cast(dict[str, Any], feature).values())
     elif isinstance(feature, list):
@@ -502,7 +503,7 @@ class ArrowTable:
     version: str | None
     arguments: dict[str, Any]
     left_out: dict[str, str] = field(default_factory=dict[str, str], compare=False)
-    """The types of the columns that no service can be sent, known once rows were read."""
+    """The types of the columns that cannot be sent to the services, known once rows were read."""
 
     def rows(self) -> Rows:
         return ArrowRows(self._read(lambda: self._sendable(streaming=False)))
@@ -517,31 +518,31 @@ class ArrowTable:
         """Returns a sentence for each column that is left out."""
         return [
             f"column {column!r} of {self.name} is left out of its rows, because its type is "
-            f"{kind}; if a reward reads it, write it into the data as text or as numbers"
+            f"{kind}; if a reward reads it, convert the column to text or numbers"
             for column, kind in self.left_out.items()
         ]
 
     def _sendable(self, *, streaming: bool) -> Any:
-        """Returns the data set without the columns whose values JSON has not."""
-        found = self._load(streaming=streaming)
-        for column, feature in (found.features or {}).items():
+        """Returns the data set without the columns whose values JSON cannot express."""
+        dataset = self._load(streaming=streaming)
+        for column, feature in (dataset.features or {}).items():
             if kind := _unsendable(feature):
                 self.left_out[column] = kind
-        return found.remove_columns([*self.left_out]) if self.left_out else found
+        return dataset.remove_columns([*self.left_out]) if self.left_out else dataset
 
     def _load(self, *, streaming: bool) -> Any:
         import datasets
         from datasets import config
 
-        # Otherwise every read, also of a local file, is counted at Hugging Face: seconds if that is
-        # away.
+        # Otherwise every read, also of a local file, is reported to Hugging Face, which takes
+        # seconds if that is unreachable.
         config.HF_UPDATE_DOWNLOAD_COUNTS = False
         return datasets.load_dataset(**self.arguments, streaming=streaming)
 
     def _read(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except StopIteration as error:  # of `datasets`, for an empty file
+        except StopIteration as error:  # raised by `datasets` for an empty file
             raise no_rows(self.name) from error
         except Exception as error:  # reading a foreign file may raise any class
             if isinstance(error, HoneError):
@@ -554,7 +555,7 @@ class ArrowTable:
 
 
 def notes_of(table: Table) -> list[str]:
-    """Returns what a person may not expect of how the table's rows are read."""
+    """Returns notes on how the table's rows are read, where a user may not expect it."""
     return table.notes() if isinstance(table, CsvTable | ArrowTable) else []
 
 
@@ -589,11 +590,11 @@ def no_rows(name: str) -> BadRequest:
     return BadRequest(f"{name} has no rows; expected at least one")
 
 
-def check_version(name: str, found: str | None, wanted: str | None) -> None:
+def check_version(name: str, version: str | None, wanted: str | None) -> None:
     """Raises OperatorActionNeeded if a source's content has changed since the job was submitted."""
-    if found and wanted and found != wanted:
+    if version and wanted and version != wanted:
         raise OperatorActionNeeded(
-            f"{name} has changed since the job was submitted (its digest is {found}, expected "
+            f"{name} has changed since the job was submitted (its digest is {version}, expected "
             f"{wanted}): the job would continue with other problems; restore the old file, or "
             "submit a new job"
         )
@@ -603,19 +604,19 @@ MAX_COLUMNS = 10_000
 
 
 def check_columns(columns: Sized, name: str) -> None:
-    """Raises BadRequest for too many: each row has all of them, so a row of its own for each column
-    would take their number squared."""
+    """Raises BadRequest for too many columns: every row has all of them, so rows that each have
+    another column would take space quadratic in their number."""
     if len(columns) > MAX_COLUMNS:
         raise BadRequest(
-            f"{name} has more than {MAX_COLUMNS} columns; expected at most as many: put values "
-            "with names of their own into one column, as a table"
+            f"{name} has more than {MAX_COLUMNS} columns; expected at most as many: put such "
+            "values into one column, as a table"
         )
 
 
 def check_wanted() -> None:
-    """Raises Failed once no one waits for this work."""
+    """Raises Failed if the caller of this work was cancelled."""
     if (end := ended.get()) and end.is_set():
-        raise Failed("it was ended: no one waits for it any more")
+        raise Failed("cancelled: its caller disconnected")
 
 
 LEAST_EXPANDED, EXPANSION = 1 << 30, 32
@@ -643,8 +644,8 @@ def check_expansion(path: Path, name: str, _version: str) -> None:
             if taken > most:
                 raise BadRequest(
                     f"{name} has {path.stat().st_size} bytes, and its rows take more than {most}; "
-                    "expected fewer: leave out columns that no one reads, or texts that all rows "
-                    "share (data.template may have them)"
+                    "expected fewer: leave out columns that the job does not read, or texts that "
+                    "all rows share (data.template may have them)"
                 )
 
 
@@ -676,5 +677,5 @@ def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _stamp(descriptor: int) -> tuple[int, ...]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    stat = os.fstat(descriptor)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,7 +1,7 @@
 """Uploaded files, each in a folder of its own, which is complete or absent:
 
     <runs_dir>/.files/file-<24 hex>/file.json    what it is, as `GET /v1/files/{id}` shows it
-                                    content.csv  its bytes, with the ending of its name
+                                    content.csv  its bytes, with the extension of its name
                                     by.<name>    empty: the name of the API key that uploaded it
                       .lock-file-<24 hex>        locked by who stores or removes that file
 
@@ -34,7 +34,7 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of the files that a job can read."""
 
 LOCK = ".files.lock"
-"""The file that is locked while room for an upload is reserved. It is beside the folder of
+"""The file that is locked while space for an upload is reserved. It is beside the folder of
 files."""
 
 GIB = 1 << 30
@@ -107,7 +107,7 @@ class Uploads:
             yield
 
     def secret(self) -> bytes:
-        """Returns what makes ids of idempotency keys for this folder of runs (`new_id`)."""
+        """Returns the secret that `new_id` uses for this folder of runs."""
         return kept_secret(self._root.parent / ".keys" / "files.secret")
 
     def add(
@@ -131,7 +131,7 @@ class Uploads:
             if self._folder(id).exists():
                 return self._same(made, content)
             disk.make_folder(self._root)
-            aside = self._take_room(made, by)
+            aside = self._reserve(made, by)
             try:
                 return self._written(aside, made, content)
             finally:
@@ -155,11 +155,11 @@ class Uploads:
     def list(self) -> list[UploadedFile]:
         """Returns all files, oldest first."""
         ids = [path.name for path in self._root.glob("file-*")]
-        found: list[UploadedFile] = []
+        files: list[UploadedFile] = []
         for id in ids:
             with contextlib.suppress(NotFound):  # removed since
-                found.append(self.get(id))
-        return sorted(found, key=lambda file: (file.created_at, file.id))
+                files.append(self.get(id))
+        return sorted(files, key=lambda file: (file.created_at, file.id))
 
     def remove(self, id: str) -> None:
         """Removes the file. Call it within `alone_with`. Raises NotFound."""
@@ -173,15 +173,16 @@ class Uploads:
             disk.flush(self._root)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _take_room(self, made: UploadedFile, by: str) -> Path:
-        """Reserves room: returns a folder aside with a file of the full size, which counts from now
-        on. Raises TooLarge."""
-        for left in self._root.glob(f".{made.id}.*"):  # by a crash: no one else writes it
+    def _reserve(self, made: UploadedFile, by: str) -> Path:
+        """Reserves space: returns a folder aside with a file of the full size, which counts from
+        now on. Raises TooLarge."""
+        for left in self._root.glob(f".{made.id}.*"):
+            # left by a crash: this process holds the lock of the file's id
             shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with disk.locked(self._root.parent / LOCK):
             self._sweep()
-            self._check_room(made, by)
+            self._check_limits(made, by)
             aside.mkdir()
             (aside / f"{OWNER}{by}").touch()
             with (aside / _content_name(made.filename)).open("xb") as file:
@@ -199,14 +200,15 @@ class Uploads:
         disk.flush(self._root)
         return made
 
-    def _check_room(self, made: UploadedFile, by: str) -> None:
+    def _check_limits(self, made: UploadedFile, by: str) -> None:
         """Raises TooLarge if the file would exceed the quota of all files, uploads in progress
         included, or the share of its API key."""
         if self._quota is None:
             return
-        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first, else an ending one is missed
-        found = [_size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))]
-        sizes, own = [size for size, _ in found], [size for size, key in found if key == by]
+        # first: else an upload that ends between the two is missed
+        under_way = [*self._root.glob(f"{UNFINISHED}*")]
+        files = [_size_and_key(folder) for folder in (*under_way, *self._root.glob("file-*"))]
+        sizes, own = [size for size, _ in files], [size for size, key in files if key == by]
         self._quota.check(len(sizes), sum(sizes), made.bytes)
         if by:
             left = Quota(self._quota.max_files - len(sizes), self._quota.max_gib - sum(sizes) / GIB)
@@ -240,8 +242,8 @@ class Uploads:
 
 
 def new_id(key: str | None, secret: bytes = b"") -> str:
-    """Returns the id for an upload: with the same idempotency key and secret always the same. The
-    id is all that a file is found by, so who guesses the key must not know the id."""
+    """Returns the id for an upload; the same idempotency key and secret always give the same id.
+    The id is enough to read the file, so a guess of the idempotency key must not reveal it."""
     if key:
         return f"file-{hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:24]}"
     return f"file-{secrets.token_hex(12)}"

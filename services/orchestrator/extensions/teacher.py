@@ -1,13 +1,14 @@
-"""The teacher of a job with `[teacher]`: asks an OpenAI-compatible endpoint for its log-probs of
-the tokens that the policy sampled. Endpoint and key are HONE_TEACHER_URL and
-HONE_TEACHER_API_KEY, never the job's.
+"""The teacher of a job with `[teacher]`: gets log-probs of the tokens that the policy sampled from
+an OpenAI-compatible endpoint. Endpoint and key are HONE_TEACHER_URL and HONE_TEACHER_API_KEY, never
+the job's.
 
 A row is sent as token ids to `/completions`. vLLM (and with it a sampler of Hone) answers with
 `prompt_logprobs`; an endpoint that does not is asked for `echo` with `logprobs`.
 
-What time can heal (no connection, 429, 502, 503, 504) is waited for, up to HONE_WAIT_LIMIT_S. What
-it may (a deadline, another 5xx, an answer without log-probs) is tried again a few times. After
-that, or if the endpoint refuses, the rollout's reward is missing, and the reason says why.
+Transient failures (no connection, 429, 502, 503, 504) are retried, up to HONE_WAIT_LIMIT_S.
+Failures that may be transient (a deadline, another 5xx, an answer without log-probs) are retried a
+few times. After that, or if the endpoint refuses, the rollout's reward is missing, with the reason
+in its detail.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ TEACHER = "teacher"
 """The name of the teacher's part of a score."""
 
 TokenAnswers = tuple[list[float | None], list[str | None]]
-"""Of each token of a row the log-prob and the text; None: not told, as of the first one."""
+"""The log-prob and the text of each token of a row; None where the endpoint gives none."""
 
 AWAY = (429, 502, 503, 504)
-"""Statuses of an endpoint that time can heal."""
+"""Statuses of transient failures."""
 
 NO_SUCH_FIELD = (400, 422, 501)
-"""Statuses by which endpoints say that they know no `prompt_logprobs`."""
+"""Statuses of endpoints that do not know `prompt_logprobs`."""
 
 MAX_TRIES = 3
 MAX_ASKED = 32
-"""Most rows that the endpoint has at a time."""
+"""Most rows in requests to the endpoint at a time."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
 CHECK_S = 60.0
@@ -57,27 +58,27 @@ ANSWER_S = 600.0
 """Seconds for the log-probs of a row. A busy endpoint computes those of many other rows first."""
 
 LEAST = -9000.0
-"""Log-probs below stand for a probability of 0: JSON has no infinity, and vLLM writes -9999."""
+"""Log-probs below this mean a probability of 0: JSON has no infinity, vLLM writes -9999."""
 
 NUM_COMPARED = 128
-"""Tokens by which the vocabularies are compared."""
+"""Number of tokens by which the vocabularies are compared."""
 
 
 class TeacherFailed(Exception):
-    """Why a row has no log-probs of the teacher."""
+    """A row has no log-probs of the teacher, for the reason in the message."""
 
 
 class _EndpointUnreachable(Exception):
-    """The endpoint does not answer now."""
+    """The endpoint does not answer at present."""
 
 
 class _UnusableAnswer(Exception):
-    """The endpoint answered with nothing that can be used, and may do better."""
+    """The endpoint's answer cannot be used; the next one may be."""
 
 
 class Teacher:
-    """`wait_s` is how long an endpoint that is unreachable is waited for. `tell` hears that it is
-    unreachable, and that it is back."""
+    """`wait_s` is how long calls wait for an unreachable endpoint. `tell` is called when it becomes
+    unreachable, and when it answers again."""
 
     def __init__(
         self,
@@ -114,10 +115,10 @@ class Teacher:
     async def score(
         self, group: RolloutGroup, scores: Sequence[Score], *, alone: bool
     ) -> tuple[Score, ...]:
-        """Returns the scores with the teacher's log-probs of each rollout that is graded, and as
-        the part "teacher" the negative mean of the log-ratio over its sampled tokens. `alone`: that
-        is the reward. A rollout that the teacher gives no log-probs has no reward. Scores that have
-        log-probs keep them."""
+        """Returns the scores with the teacher's log-probs of each rollout that is graded, and with
+        the part "teacher", the negative mean log-ratio over its sampled tokens. `alone`: that part
+        is the reward. A rollout without log-probs of the teacher has no reward. Scores that have
+        log-probs already keep them."""
 
         async def one(rollout: Rollout, score: Score) -> Score:
             if rollout.went_wrong:
@@ -188,14 +189,14 @@ class Teacher:
                 )
 
     async def _first_asked(self, ids: list[int]) -> TokenAnswers:
-        """Asks in both ways, if it must."""
+        """Tries `prompt_logprobs`, then `echo`."""
         try:
             return await self._ask(ids)
         except _UnusableAnswer:
             return await self._ask(ids)
 
     async def _asked(self, ids: list[int]) -> TokenAnswers:
-        """Returns as `_ask`, once the endpoint answers. Raises TeacherFailed."""
+        """Returns as `_ask`, with retries. Raises TeacherFailed."""
         began, tries, pause_s = time.monotonic(), 0, FIRST_PAUSE_S
         while True:
             asked_at = time.monotonic()
@@ -207,7 +208,7 @@ class Teacher:
                 await self._presence.missed(asked_at, str(error))
                 if time.monotonic() - began + pause_s > self._wait_s:
                     raise TeacherFailed(
-                        f"{error}; it was waited for {self._wait_s:g} s, HONE_WAIT_LIMIT_S"
+                        f"{error}; retried for {self._wait_s:g} s, the limit HONE_WAIT_LIMIT_S"
                     ) from error
             except _UnusableAnswer as error:
                 tries += 1
@@ -217,7 +218,8 @@ class Teacher:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _ask(self, ids: list[int]) -> TokenAnswers:
-        """Raises _EndpointUnreachable, _UnusableAnswer or, if it refuses, TeacherFailed."""
+        """Sends a request. Raises _EndpointUnreachable, _UnusableAnswer or (refused)
+        TeacherFailed."""
         echoes = self._echoes
         answer = await self._sent(ids, echoes)
         if not echoes and answer.status_code in NO_SUCH_FIELD:
@@ -227,7 +229,7 @@ class Teacher:
         if answer.status_code != 200:
             raise TeacherFailed(self._refusal(answer))
         if (found := await asyncio.to_thread(read, answer.content, ids)) is None:
-            self._echoes = not echoes  # an endpoint may ignore a field that it does not know
+            self._echoes = not echoes  # an endpoint may ignore an unknown field
             raise _UnusableAnswer(
                 f"the teacher at {self._shown} gave no log-probs of the {len(ids)} tokens that it "
                 "was sent; expected prompt_logprobs, or echo with logprobs"
@@ -285,8 +287,8 @@ def _is_told(value: Any, text: Any) -> bool:
 
 
 def differs(own: str, other: str) -> bool:
-    """Returns whether two texts of a token are of different tokens. A token that is a part of a
-    character has no text of its own, and libraries treat spaces differently."""
+    """Returns whether two texts belong to different tokens. A token that is a part of a character
+    has no text of its own, and libraries treat spaces differently."""
     if not own.strip() or "\ufffd" in own + other:
         return False
     return own.split() != other.split()

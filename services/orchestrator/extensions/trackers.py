@@ -1,8 +1,7 @@
-"""Weights & Biases, TensorBoard, MLflow and Trackio, for jobs that ask for them. None keeps a job
-waiting or stops one: a thread of its own makes its calls, and retries failed ones at the next step.
-
-W&B is a service, and continues its run. The others write files on this machine, which are written
-anew from the run folder's metrics when a job continues, so that each step is there once.
+"""Weights & Biases, TensorBoard, MLflow and Trackio, for jobs that ask for them. A tracker neither
+delays nor stops a job: its calls run in a thread, and failed ones are retried at the next step. W&B
+is a service, and its run is continued. The others write files on this machine. When a job
+continues, these are written again from the run folder's metrics, so that they have each step once.
 """
 
 # Packages of extras may be missing.
@@ -40,20 +39,20 @@ Row = tuple[int, dict[str, float]]
 
 
 class TrackerRun(Protocol):
-    """The part of `wandb.Run` that is used. A tracker of files is called in the same way."""
+    """The part of `wandb.Run` that is used; trackers that write files have the same methods."""
 
     def log(self, data: dict[str, Any], *, step: int) -> None: ...
     def finish(self, exit_code: int) -> None: ...
 
 
 class NoKey(Exception):
-    """W&B takes nothing: it has no key, or an invalid one."""
+    """W&B has no API key, or an invalid one, and refuses everything."""
 
 
 class Tracker:
-    """Gives a tracker a job's metrics; for W&B does nothing if the job has no `[wandb]`. `begin`
-    starts a run there; `name` is for people. `trouble` says which rows it has not taken so far, and
-    why; None: it has all."""
+    """Sends a job's metrics to a tracker; for W&B does nothing if the job has no `[wandb]`. `begin`
+    starts a run there; `name` is shown in messages. `trouble` is a sentence on the rows that the
+    tracker lacks, and why; None: it has all."""
 
     def __init__(
         self,
@@ -90,8 +89,8 @@ class Tracker:
             self._rows.put((step, metrics))
 
     async def finish(self, succeeded: bool) -> TrackerReport | None:
-        """Waits up to FINISH_S seconds until it has everything, and returns what it has; None if
-        it was given no row."""
+        """Waits up to FINISH_S seconds until the tracker has all rows, and returns a report; None
+        if there was no row."""
         if self._thread is None:
             return None
         self._exit_code = 0 if succeeded else 1
@@ -100,7 +99,7 @@ class Tracker:
         while self._thread.is_alive() and time.monotonic() < end:
             await asyncio.sleep(POLL_S)
         if self._thread.is_alive():
-            self._note(f"it did not take the rest of the run in {FINISH_S:g} s")
+            self._note(f"it did not accept the rest of the run within {FINISH_S:g} s")
         return self._tracked() if self._steps else None
 
     def _tracked(self) -> TrackerReport:
@@ -118,7 +117,7 @@ class Tracker:
         return f"{self._name} lacks {_named(missing) if missing else 'the end'} of this run"
 
     def _work(self) -> None:
-        """The thread: gives the tracker each row, after the rows that failed before."""
+        """The thread: sends the tracker each row, after the rows that failed before."""
         run: TrackerRun | None = None
         waiting: list[Row] = []
         ended = False
@@ -152,18 +151,21 @@ class Tracker:
         if not self._is_local:
             self.trouble += ' (wandb.mode = "offline" keeps them in the run folder)'
         get_logger().warning(
-            "tracker did not take metrics", tracker=self._name, job=self._job_id, reason=reason
+            "the tracker did not accept metrics",
+            tracker=self._name,
+            job=self._job_id,
+            reason=reason,
         )
 
 
 def missing(job: Job) -> str | None:
-    """Returns a message on the trackers that will take nothing of the job for lack of a key or a
-    package. It may take seconds: call it off the event loop."""
+    """Returns a message on the trackers that will record nothing of the job because a key or a
+    package is missing. It may take seconds: call it off the event loop."""
     return "; ".join(filter(None, (missing_key(job), missing_package(job)))) or None
 
 
 def missing_key(job: Job) -> str | None:
-    """Returns a message if W&B will take nothing of the job for lack of a key."""
+    """Returns a message if W&B will record nothing of the job because its API key is missing."""
     try:
         _check_key(job)
     except NoKey as error:
@@ -211,7 +213,7 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
         name=spec.name or job_id,
         id=job_id,
         resume="allow",
-        reinit="create_new",  # the default would return another job's run
+        reinit="create_new",  # the default may return another job's run
         dir=str(run_dir),
         config=job.model_dump(mode="json"),
         settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_S),
@@ -253,8 +255,8 @@ class JobTrackers:
 
 
 class _FileRun:
-    """A run whose files are written anew: the first row brings the earlier ones from the run
-    folder. `add` writes one row, `end` finishes the files."""
+    """A run whose files are written from the beginning: the first row is preceded by the earlier
+    rows of the run folder. `add` writes one row, `end` finishes the files."""
 
     def __init__(
         self, run_dir: Path, add: Callable[[Row], None], end: Callable[[int], None]
@@ -292,7 +294,7 @@ def _tensorboard(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
 
 
 MAX_MLFLOW_METRICS = 1000
-"""Most metrics that MLflow takes at once."""
+"""Most metrics that MLflow accepts in one call."""
 
 
 def _mlflow(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
@@ -300,7 +302,8 @@ def _mlflow(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     from mlflow.entities import Metric
 
     folder = run_dir.resolve()
-    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")  # MLflow keeps it open
+    # MLflow keeps the file open
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
     known = client.get_experiment_by_name(job.name)
     artifacts = (folder / "mlflow").as_uri()
     experiment = (
@@ -314,7 +317,7 @@ def _mlflow(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
 
     def add(row: Row) -> None:
         now = int(time.time() * 1000)
-        metrics = [  # "pass@1" is no name there
+        metrics = [  # MLflow refuses the name "pass@1"
             Metric(key.replace("@", "_at_"), value, now, row[0]) for key, value in row[1].items()
         ]
         for at in range(0, len(metrics), MAX_MLFLOW_METRICS):
@@ -329,7 +332,7 @@ def _mlflow(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
 def _trackio(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     from trackio.sqlite_storage import SQLiteStorage
 
-    SQLiteStorage.delete_run(job.name, job_id)  # `trackio.init` has one run in a process
+    SQLiteStorage.delete_run(job.name, job_id)  # `trackio.init` allows one run per process
 
     def add(row: Row) -> None:
         SQLiteStorage.bulk_log(job.name, job_id, [row[1]], [row[0]])

@@ -1,4 +1,4 @@
-"""From scores `[P][G]` to advantages `[P][G]`, of rollouts and of their turns. Pure.
+"""Computes advantages `[P][G]`, of rollouts and of their turns, from scores `[P][G]`. Pure.
 
     A = (r - baseline) / (std + 1e-6)
 
@@ -28,9 +28,9 @@ Baseline and deviation are
 `baseline` "leave_one_out" is over the group's other rollouts, because the returns of one rollout
 are made of the same rewards. `std` "batch" is over the returns of all turns of the batch.
 
-A turn without reward (None) adds nothing, and is no 0: a turn that nothing from it on earned has no
-return, counts in no baseline, and is not trained on. A turn number that one rollout alone reached
-has nothing to compare with under "turns": its advantage is 0.
+A turn without reward (None) adds nothing, and is not a 0: if neither a turn nor any turn after it
+has a reward, it has no return, counts in no baseline, and is not trained on. Under "turns", a turn
+number that only one rollout reached has nothing to compare with: its advantage is 0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from shared.job import AdvantageSpec, Job, RewardSpec
 from shared.wire import Batch, Branch, Rollout, RolloutGroup, Score
 
 Advantage = float | tuple[float | None, ...] | None
-"""Of a rollout: a number for all of its tokens, or with credit by turns a number for each turn's.
-None: no gradient comes from this rollout, or turn, and it is not counted in the loss."""
+"""A rollout's advantage: one number for all of its tokens, or with credit by turns one number per
+turn. None: this rollout, or turn, gives no gradient and is not counted in the loss."""
 
 Advantages = list[list[Advantage]]
 """`[P][G]`."""
@@ -58,8 +58,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
 
     None: its reward is missing, its group has no signal, or it was cut off and `mask_truncated` is
     set. In the last two cases its reward still counts in baselines and deviations. With a KL term
-    (`training.beta`) or a teacher, which every token has, a group without signal has advantages
-    of 0. Of a rollout that came with advantages, their mean.
+    (`training.beta`) or a teacher, which give every token a gradient, a group without signal has
+    advantages of 0. A rollout that came with advantages has their mean.
     """
     advantages_PG = _advantages(batch, job)
     for group, scores_G, advantages_G in zip(
@@ -84,7 +84,7 @@ def _zero(advantage: Advantage) -> Advantage:
 
 
 def _mean_given(rollout: Rollout) -> float:
-    """Returns the mean of the given advantages over the sampled tokens."""
+    """Returns the mean, over the sampled tokens, of the advantages that the rollout came with."""
     sampled = rollout.sampled or [1] * len(rollout.token_ids)
     return statistics.fmean(itertools.compress(rollout.advantages, sampled))
 
@@ -95,11 +95,12 @@ def is_masked(rollout: Rollout, job: Job) -> bool:
 
 
 def has_signal(scores_G: Sequence[Score], job: Job, group: RolloutGroup | None = None) -> bool:
-    """Returns whether a group teaches anything: two or more of its rollouts have rewards, and these
-    differ. With its rollouts (`group`) and credit by turns: the returns of some turn differ.
+    """Returns whether the rewards of a group give a gradient: two or more of its rollouts have
+    rewards, and these differ. With its rollouts (`group`) and credit by turns: the returns of some
+    turn differ.
 
-    Differences in `shaping` rewards alone do not count: that some wrong answers are shorter is no
-    reason to train on a problem that all got wrong. If all rewards are shaping, all count.
+    Differences in `shaping` rewards alone do not count: if all answers to a problem are wrong, some
+    of them being shorter is no reason to train on it. If all rewards are shaping, all count.
     """
     if group is not None and job.advantages.credit != "episode":
         scored = list(zip(group.rollouts, scores_G, strict=True))
@@ -119,8 +120,7 @@ def has_signal(scores_G: Sequence[Score], job: Job, group: RolloutGroup | None =
 
 
 def outcomes(job: Job) -> list[RewardSpec]:
-    """Returns the rewards for how good an answer is: rewards that are not `shaping`, or all if all
-    are."""
+    """Returns the job's outcome rewards: the rewards that are not `shaping`, or all if all are."""
     return [reward for reward in job.rewards if not reward.shaping] or list(job.rewards)
 
 
@@ -137,18 +137,17 @@ def outcome(score: Score, job: Job) -> float | None:
 
 
 def full_mark(score: Score, job: Job) -> float:
-    """Returns the outcome that the completion would have if every grader that applies to it gave
-    1."""
+    """Returns the outcome of a completion to which every grader that applies gives 1."""
     return sum(reward.weight for reward in _applicable(score, job) if reward.weight > 0)
 
 
 def reaches(reward: float, mark: float) -> bool:
-    """Returns whether a reward is at least the mark, rounding apart."""
+    """Returns whether a reward is at least the mark, up to rounding."""
     return reward >= mark - TOLERANCE * max(1.0, abs(mark))
 
 
 def _advantages(batch: Batch, job: Job) -> Advantages:
-    """Returns the advantages as if every group had signal."""
+    """Returns the advantages without regard to signal and masks."""
     if job.advantages.credit != "episode":
         returns_PG = [
             [returns_of(*scored, job) for scored in zip(group.rollouts, scores_G, strict=True)]
@@ -167,7 +166,7 @@ def _advantages(batch: Batch, job: Job) -> Advantages:
 
 
 def returns_of(rollout: Rollout, score: Score, job: Job) -> Returns:
-    """Returns what each turn `[K]` of a rollout is credited with."""
+    """Returns the return of each turn `[K]` of a rollout."""
     return returns(rollout, score, score.value, job.rewards, job.advantages.turn_discount)
 
 
@@ -210,9 +209,9 @@ def _value(score: Score, name: str) -> float | None:
 # --- rewards of a group compared ------------------------------------------------------------------
 
 EPSILON = 1e-6
-"""Added to every standard deviation in a denominator, as in verl. TRL's 1e-4 shrinks advantages of
-rewards that differ about as little; here differences below `TOLERANCE` count as none, and all
-others in full. For rewards of 0 and 1 in a group of 8 it changes 0.03 %."""
+"""Added to every standard deviation in a denominator, as in verl. TRL's 1e-4 shrinks the advantages
+where rewards differ by about as little; here differences below `TOLERANCE` count as none, and
+larger ones in full. For rewards of 0 and 1 in a group of 8 the two choices differ by 0.03 %."""
 
 TOLERANCE = 1e-6
 """Rewards that differ by less than this, relative to their size or to 1, are equal. Float32's
@@ -226,10 +225,9 @@ def normalize(
     rewards_PG: Rewards, spec: AdvantageSpec, owners_PG: Sequence[Sequence[int]] | None = None
 ) -> list[list[float | None]]:
     """Returns `(r - baseline) / (std + 1e-6)` over each group; standard deviations are unbiased
-    ones. Rewards of one owner are of one rollout; None: each is of another.
+    ones. Rewards with the same owner belong to the same rollout; None: each belongs to another one.
 
-    A group with fewer than two rewards, or with equal rewards, is all 0: it has no comparison, and
-    rounding is no difference.
+    A group with fewer than two rewards, or with rewards that are equal up to rounding, is all 0.
     """
     batch_deviation = deviation(values_of(rewards_PG)) if spec.std == "batch" else 0.0
     owners_PG = owners_PG or [range(len(rewards_G)) for rewards_G in rewards_PG]
@@ -284,7 +282,7 @@ def over_batch(sums_PG: list[list[float | None]]) -> list[list[float | None]]:
 
 
 def values_of(rewards_PG: Rewards) -> list[float]:
-    """Returns the rewards that are there."""
+    """Returns the rewards that are not missing."""
     return [reward for rewards_G in rewards_PG for reward in rewards_G if reward is not None]
 
 
@@ -305,21 +303,21 @@ def differ(rewards: Sequence[float | None]) -> bool:
 # --- turns ----------------------------------------------------------------------------------------
 
 Returns = list[float | None]
-"""`[K]` of a rollout's turns, in the order of time; None: nothing from this turn on earned
-anything."""
+"""The returns `[K]` of a rollout's turns, in the order of time; None: neither this turn nor a later
+one has a reward."""
 
 TURN_TIMES = "turn_times"
-"""In a rollout's `info`: for each answer, row by row, a number that grows with time."""
+"""The key in a rollout's `info` of a number for each answer, row by row, that grows with time."""
 
 V = TypeVar("V")
 
 
 Row = Rollout | Branch
-"""A rollout's own row, or another one of it."""
+"""A rollout's own row, or one of its branches."""
 
 
 def rows(rollout: Rollout) -> list[Row]:
-    """Returns the rollout's rows; its own is the last."""
+    """Returns the rollout's rows: its branches, then its own row."""
     return [*rollout.branches, rollout]
 
 
@@ -329,12 +327,12 @@ def num_answers(row: Row) -> int:
 
 
 def num_turns(rollout: Rollout) -> int:
-    """Returns how many answers the rollout has, in all of its rows."""
+    """Returns how many answers all rows of the rollout have together."""
     return sum(map(num_answers, rows(rollout)))
 
 
 def of_rows(rollout: Rollout, values_K: Iterable[V]) -> list[list[V]]:
-    """Returns the values of the turns, which are in the order of time, row by row."""
+    """Returns the values `[K]` of the turns, which are in the order of time, grouped by row."""
     of_place = dict(zip(_by_time(rollout), values_K, strict=True))
     places = itertools.count()
     return [
@@ -350,23 +348,23 @@ def returns(
     rewards: Sequence[RewardSpec],
     discount: float,
 ) -> Returns:
-    """Returns G `[K]` of the rollout. `total` is what it has by `rewards`, a part of the job's or
-    all. Without it the rollout has no return. Raises Failed for more turn rewards than turns."""
+    """Returns the returns G `[K]` of the rollout. `total` is its reward by `rewards`, all or a part
+    of the job's; without it there is no return. Raises Failed for more turn rewards than turns."""
     num = num_turns(rollout)
     if total is None:
         return [None] * num
     earned_K = _earned(rollout, rewards, num)
-    given = [earned for earned in earned_K if earned is not None]
-    if not given or differ([total, math.fsum(given)]) or _has_others(score, rewards):
-        earned_K[-1] = total - math.fsum(given) + (earned_K[-1] or 0.0)
-    found: Returns = []
+    turn_rewards = [earned for earned in earned_K if earned is not None]
+    if not turn_rewards or differ([total, math.fsum(turn_rewards)]) or _has_others(score, rewards):
+        earned_K[-1] = total - math.fsum(turn_rewards) + (earned_K[-1] or 0.0)
+    reversed_returns: Returns = []
     following: float | None = None
     for earned in reversed(earned_K):
         later = discount * following if following is not None and discount else None
         terms = [term for term in (earned, later) if term is not None]
         following = math.fsum(terms) if terms else None
-        found.append(following)
-    return found[::-1]
+        reversed_returns.append(following)
+    return reversed_returns[::-1]
 
 
 def lengths(row: Row) -> list[int]:
@@ -380,7 +378,7 @@ def lengths(row: Row) -> list[int]:
 def by_number(returns_G: Sequence[Returns]) -> list[Returns]:
     """Returns for each turn number the returns of the rollouts that reached it."""
     most = max(map(len, returns_G), default=0)
-    return [[found[k] for found in returns_G if k < len(found)] for k in range(most)]
+    return [[returns_K[k] for returns_K in returns_G if k < len(returns_K)] for k in range(most)]
 
 
 def turn_advantages(
@@ -397,14 +395,14 @@ def turn_advantages(
         spec,
         [[g for _, g, _ in places] for places in sets],
     )
-    found = {
+    advantage_of = {
         place: advantage
         for places, advantages in zip(sets, normalized, strict=True)
         for place, advantage in zip(places, advantages, strict=True)
     }
     return [
         [
-            tuple(found[p, g, k] for k in range(len(of_turns)))
+            tuple(advantage_of[p, g, k] for k in range(len(of_turns)))
             if any(one is not None for one in of_turns)
             else None
             for g, of_turns in enumerate(returns_G)
@@ -416,8 +414,8 @@ def turn_advantages(
 def _compared(
     p: int, returns_G: Sequence[Returns], credit: str
 ) -> list[list[tuple[int, int, int]]]:
-    """Returns the sets of a group's turns that are compared with each other, as their places."""
-    turns = [(p, g, k) for g, found in enumerate(returns_G) for k in range(len(found))]
+    """Returns the sets of a group's turns, (prompt, rollout, turn), that are compared."""
+    turns = [(p, g, k) for g, returns_K in enumerate(returns_G) for k in range(len(returns_K))]
     if credit == "returns":
         return [turns]
     most = max(map(len, returns_G), default=0)
@@ -432,23 +430,25 @@ def _by_time(rollout: Rollout) -> list[int]:
 
 
 def _earned(rollout: Rollout, rewards: Sequence[RewardSpec], num: int) -> Returns:
-    """Returns r `[K]` as far as the environment says; None where a turn has no reward."""
-    given: Sequence[Any] = rollout.info.get("turn_rewards") or ()
-    if len(given) > num:
+    """Returns the environment's rewards r `[K]`; None where a turn has no reward."""
+    turn_rewards: Sequence[Any] = rollout.info.get("turn_rewards") or ()
+    if len(turn_rewards) > num:
         raise Failed(
-            f"a rollout has {len(given)} turn_rewards and {num} answers; expected at most one "
-            "for each answer"
+            f"a rollout has {len(turn_rewards)} turn_rewards and {num} answers; expected at most "
+            "one for each answer"
         )
     weights = [reward.weight for reward in rewards if reward.grader == "environment"]
     if not any(weights):
         return [None] * num
     weight = math.fsum(weights)
-    found: Returns = [None if reward is None else weight * float(reward) for reward in given]
-    found += [None] * (num - len(given))
-    return [found[place] for place in _by_time(rollout)]
+    earned: Returns = [
+        None if reward is None else weight * float(reward) for reward in turn_rewards
+    ]
+    earned += [None] * (num - len(turn_rewards))
+    return [earned[place] for place in _by_time(rollout)]
 
 
 def _has_others(score: Score, rewards: Sequence[RewardSpec]) -> bool:
-    """Returns whether the rollout has rewards that are not the environment's and train."""
+    """Returns whether the rollout has rewards, with a weight, that are not the environment's."""
     others = [r.label for r in rewards if r.grader != "environment" and r.weight]
     return any(score.parts[label].value is not None for label in others if label in score.parts)

@@ -1,4 +1,4 @@
-"""A step's scored batch: sampled and graded group by group, or recovered after a crash.
+"""A step's scored batch: sampled and graded group by group, or read from disk after a crash.
 
 Each group is on disk as soon as it is finished, and is not sampled again.
 """
@@ -46,7 +46,7 @@ SampleRound = Callable[[int, int], Awaitable[list[ScoredGroup]]]
 
 @dataclass
 class _Count:
-    """Counts while a step is sampled. `num_found` groups were on disk."""
+    """Counts of one step while it is sampled: extra samplings, and groups that were on disk."""
 
     stages: Stages
     num_resampled: int = 0
@@ -55,8 +55,8 @@ class _Count:
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A step's groups on disk: groups `found` when its sampling began, and a writer for new
-    ones."""
+    """A step's groups on disk: the groups that were `found` when its sampling began, and a writer
+    for new ones."""
 
     found: dict[Place, FinishedGroup]
     writer: GroupWriter
@@ -77,13 +77,13 @@ class Batches:
     pushed: GroupSource | None = None  # of a job whose groups come from elsewhere
 
     @functools.cached_property
-    def _learned(self) -> str:
-        """Computed once, because the job may contain its rows."""
+    def _settings_digest(self) -> str:
+        """Computed once, because the job may contain its rows and be large."""
         return digest_of(self.job)
 
     async def get(self, step: int) -> SampledBatch:
         """Returns the step's stored batch, or a new one. Raises OperatorActionNeeded if too many
-        rewards are missing; the rollouts are stored then, and graded again next time."""
+        rewards are missing; the rollouts are then stored, and the next call grades them again."""
         trace = tracing.begin("step", job=self.job_id, step=step)
         turn = self.pushed.turn if self.pushed else contextlib.nullcontext()
         with trace.within(), tracing.span("sample"):
@@ -95,7 +95,7 @@ class Batches:
         steps = await asyncio.to_thread(self.folder.batch_steps)
         stored = await asyncio.to_thread(self.folder.batch, step) if step in steps else None
         if stored and stored.graded:
-            return SampledBatch(stored, {})
+            return SampledBatch(stored, {}, replayed=True)
         batch = await self._graded(stored, count) if stored else await self._sample(step, count)
         if count.num_found:
             get_logger().info(
@@ -105,11 +105,17 @@ class Batches:
             ungraded = batch.model_copy(update={"graded": False})
             await write_despite_cancel(self.folder.write_batch, ungraded)
             raise OperatorActionNeeded(reason)
-        return SampledBatch(batch, count.stages.seconds, count.num_resampled, count.stages.span)
+        return SampledBatch(
+            batch,
+            count.stages.seconds,
+            replayed=stored is not None,
+            num_resampled=count.num_resampled,
+            span=count.stages.span,
+        )
 
     async def note(self, batch: Batch) -> None:
-        """Remembers which problems of a stored batch taught nothing, if the job skips such
-        problems."""
+        """Records the verdicts on the problems of a stored batch, if the job skips problems by
+        them."""
         if not self.job.difficulty.skips:
             return
         verdicts = verdicts_of(batch, self.job)
@@ -123,16 +129,16 @@ class Batches:
 
     async def _sample(self, step: int, count: _Count) -> Batch:
         if self.job.is_supervised(step):
-            given = await sft_groups(self.services, self.job, self.prompts, step)
+            groups_P = await sft_groups(self.services, self.job, self.prompts, step)
             count.stages.through("generate")
-            return to_batch(step, given, dated=False)
+            return to_batch(step, groups_P, dated=False)
         if self.pushed:
             return await self._refilled(step, functools.partial(self._take_round, step, count))
-        found, damaged = await write_despite_cancel(self.folder.groups, step)
+        stored, damaged = await write_despite_cancel(self.folder.groups, step)
         for sentence in damaged:
-            await self.warn(f"step {step}: {sentence}; what it held is sampled again")
+            await self.warn(f"step {step}: {sentence}; its groups are sampled again")
         writer = GroupWriter(functools.partial(self.folder.write_groups, step))
-        on_disk = _OnDisk(found, writer)
+        on_disk = _OnDisk(stored, writer)
         return await self._refilled(
             step, functools.partial(self._sample_round, step, count, on_disk)
         )
@@ -154,12 +160,12 @@ class Batches:
     async def _sample_round(
         self, step: int, count: _Count, on_disk: _OnDisk, round: int, num_prompts: int
     ) -> list[ScoredGroup]:
-        """Returns graded groups of up to `num_prompts` prompts. Each is graded as soon as it is
-        sampled, while others are still being sampled."""
+        """Returns graded groups of up to `num_prompts` prompts. Each group is graded as soon as it
+        is sampled, while others are still being sampled."""
 
         async def graded_group(prompt: Prompt, position: int) -> ScoredGroup:
             place = (round, position)
-            if stored := await self._found(on_disk.found.get(place), step, prompt):
+            if stored := await self._reusable(on_disk.found.get(place), step, prompt):
                 count.num_found += 1
                 return stored
             group = await self._in_bounds(prompt, step, f"{round}:{position}", count)
@@ -171,48 +177,48 @@ class Batches:
             count.stages.through("keep")
             return graded
 
-        found = await asyncio.to_thread(self.prompts.for_step, step, round)
-        prompts = sampling_prompts(found, self.job)
+        step_prompts = await asyncio.to_thread(self.prompts.for_step, step, round)
+        prompts = sampling_prompts(step_prompts, self.job)
         return await gather_all(
             graded_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
         )
 
-    async def _found(
-        self, found: FinishedGroup | None, step: int, prompt: Prompt
+    async def _reusable(
+        self, stored: FinishedGroup | None, step: int, prompt: Prompt
     ) -> ScoredGroup | None:
-        """Returns the group on disk if it may be trained on: it has this prompt, this job's
+        """Returns the `stored` group if it may be trained on: it has this prompt, this job's
         settings, and is within the staleness bound. A group with missing rewards is graded
         again."""
-        if not found or not found.is_of(self._learned, prompt):
+        if not stored or not stored.is_of(self._settings_digest, prompt):
             return None
         oldest, newest = self._bounds(step)
-        if not all(oldest <= version <= newest for version in found.versions):
+        if not all(oldest <= version <= newest for version in stored.versions):
             return None
-        if not missing_share([found.scores]):
-            return found
-        scores = await self._score(prompt, found.group, found.scores)
-        return found.model_copy(update={"scores": scores})
+        if not missing_share([stored.scores]):
+            return stored
+        scores = await self._score(prompt, stored.group, stored.scores)
+        return stored.model_copy(update={"scores": scores})
 
     async def _keep(self, writer: GroupWriter, place: Place, graded: ScoredGroup) -> None:
         """Stores the group, unless all of its rollouts went wrong, or an environment failed: such
         a group is sampled again."""
-        group = FinishedGroup(learned=self._learned, **dict(graded))
+        group = FinishedGroup(learned=self._settings_digest, **dict(graded))
         if group.versions and group.has_samples and not environment_failed(group.group):
             await writer.add(place, group)
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """Returns the oldest and the newest version that may sample for the step. Supervised steps
-        come before."""
+        """Returns the oldest and the newest version that may sample for the step: no version from
+        inside the warm-up, whose steps are supervised."""
         oldest = max(step - 1 - self.job.max_staleness, self.job.warmup.steps)
         return oldest, step - 1
 
     async def _in_bounds(
         self, prompt: Prompt, step: int, position: str, count: _Count
     ) -> RolloutGroup:
-        """Returns the prompt's group. The step updates some version of the weights; the group is
-        sampled by this version or by weights at most `max_staleness` steps older. Keys contain the
-        epoch, so requests of an older epoch are never joined. Raises OperatorActionNeeded if the
-        sampler repeatedly answers with other versions."""
+        """Returns the prompt's group, sampled by the weights that the step updates or by weights at
+        most `max_staleness` steps older. The key of the request contains the epoch, so it never
+        joins a request of an older epoch. Raises OperatorActionNeeded if the sampler repeatedly
+        answers with other versions."""
         oldest, newest = self._bounds(step)
         versions: set[int] = set()
         seed = group_seed(self.job, step, position, prompt.index)
@@ -232,7 +238,7 @@ class Batches:
     async def _score(
         self, prompt: Prompt, group: RolloutGroup, before: Sequence[Score] = ()
     ) -> tuple[Score, ...]:
-        """Returns the group's scores. A teacher is not asked again for what it gave `before`."""
+        """Returns the group's scores. The teacher's log-probs in the scores `before` are reused."""
         scores = await self.services.reward.score(prompt, group, job_id=self.job_id)
         if (teacher := self.services.teacher) is None:
             return scores
@@ -259,19 +265,19 @@ class GroupWriter:
 
     async def _written(self, place: Place) -> None:
         async with self._writing:
-            if place not in self._waiting:  # it was written together with another group
+            if place not in self._waiting:  # the group was written together with another one
                 return
             groups, self._waiting = self._waiting, {}
             try:
                 await asyncio.to_thread(self._write, groups)
-            except BaseException:  # the waiting callers write them again
+            except BaseException:  # the callers that wait write these groups again
                 self._waiting = groups | self._waiting
                 raise
 
 
 class Stages:
-    """Times concurrent work through shared stages. A stage lasts from when the last part left the
-    stage before until the last part leaves this one."""
+    """Times concurrent work that passes through stages. A stage lasts from the moment at which the
+    last part left the previous stage until the last part leaves this one."""
 
     def __init__(self, *names: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -279,17 +285,17 @@ class Stages:
         self._last_at: dict[str, float | None] = dict.fromkeys(names)
 
     def through(self, name: str) -> None:
-        """Notes that a part has left the stage."""
+        """Notes that a part of the work has left the stage."""
         self._last_at[name] = self._clock()
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by stage; 0 for a stage that no part went through."""
-        since, found = self.began_at, dict[str, float]()
+        since, seconds = self.began_at, dict[str, float]()
         for name, at in self._last_at.items():
-            found[name] = max((at or since) - since, 0.0)
-            since += found[name]
-        return found
+            seconds[name] = max((at or since) - since, 0.0)
+            since += seconds[name]
+        return seconds
 
     @property
     def span(self) -> tuple[float, float]:

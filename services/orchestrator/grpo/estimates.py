@@ -63,10 +63,10 @@ def ks(num_samples: int) -> list[int]:
 
 def is_right(score: Score, job: Job) -> bool | None:
     """Returns whether the completion counts as right; None if it has no outcome."""
-    found, chosen = outcome(score, job), job.evaluation.pass_reward
-    if found is None:
+    value, chosen = outcome(score, job), job.evaluation.pass_reward
+    if value is None:
         return None
-    return reaches(found, full_mark(score, job) if chosen is None else chosen)
+    return reaches(value, full_mark(score, job) if chosen is None else chosen)
 
 
 def problem_metrics(graded: ScoredGroup, job: Job) -> dict[str, float]:
@@ -149,23 +149,23 @@ def permutation_p(differences: Sequence[float]) -> float | None:
     sums = [0.0]
     for size in sizes:
         sums = [*(total + size for total in sums), *(total - size for total in sums)]
-    found = abs(math.fsum(differences))
-    return sum(reaches(abs(total), found) for total in sums) / len(sums)
+    observed = abs(math.fsum(differences))
+    return sum(reaches(abs(total), observed) for total in sums) / len(sums)
 
 
 def share(values: Sequence[float]) -> Estimate:
     """Returns the mean of at least one value from 0 to 1, with an interval within 0 and 1. If all
     are 0, or all 1, it is Wilson's interval, whose width is not 0: for n zeros `z^2 / (n +
     z^2)`."""
-    found = estimate(values)
-    if found.low is not None and found.high is not None:
-        bounds = {"low": max(found.low, 0.0), "high": min(found.high, 1.0)}
-        return found.model_copy(update=bounds)
-    if len(values) == 1 or found.mean not in (0, 1):
-        return found
+    plain = estimate(values)
+    if plain.low is not None and plain.high is not None:
+        bounds = {"low": max(plain.low, 0.0), "high": min(plain.high, 1.0)}
+        return plain.model_copy(update=bounds)
+    if len(values) == 1 or plain.mean not in (0, 1):
+        return plain
     width = Z_975**2 / (len(values) + Z_975**2)
-    low, high = (0.0, width) if found.mean == 0 else (1 - width, 1.0)
-    return found.model_copy(update={"low": low, "high": high})
+    low, high = (0.0, width) if plain.mean == 0 else (1 - width, 1.0)
+    return plain.model_copy(update={"low": low, "high": high})
 
 
 def estimate(values: Sequence[float]) -> Estimate:

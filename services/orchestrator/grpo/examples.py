@@ -1,6 +1,6 @@
-"""From scored rollouts to the trainer's input: examples, and the totals of their batch. And back:
-what the trainer says of tokens, to the rollouts that they are of. With a teacher, its log-probs add
-to the advantages of tokens (`teacher_terms`). Pure."""
+"""Converts scored rollouts to the trainer's input: examples, and the totals of their batch. And
+converts the trainer's log-probs and entropies of tokens back to rollouts. With a teacher, its
+log-probs add to the advantages of tokens (`teacher_terms`). Pure."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from shared.wire import (
     TrainedTokens,
 )
 
-Placed = tuple[tuple[int, int] | None, Example]
-"""An example with its prompt and rollout; without them if it is a branch."""
+PlacedExample = tuple[tuple[int, int] | None, Example]
+"""An example, with the positions of its prompt and rollout in the batch; None if it is a branch."""
 
 
 def to_examples(
@@ -54,7 +54,7 @@ def placed_examples(
     groups_P: Sequence[RolloutGroup],
     advantages_PG: Advantages,
     terms_PG: Sequence[Sequence[Terms]] | None = None,
-) -> tuple[Placed, ...]:
+) -> tuple[PlacedExample, ...]:
     """Returns an example for each row with sampled tokens of each rollout that has an advantage,
     with the sampler's token ids, log-probs and versions as they came. Branches are rows too. The
     tokens of a turn without an advantage are context. With a teacher, its `terms_PG` are added, and
@@ -76,9 +76,11 @@ def placed_examples(
     )
 
 
-def trained_tokens(batch: Batch, placed: Sequence[Placed], result: StepResult) -> TrainedTokens:
-    """Returns what the trainer says of the tokens of the batch's rollouts."""
-    found: dict[str, tuple[tuple[Logprobs, ...], ...]] = {}
+def trained_tokens(
+    batch: Batch, placed: Sequence[PlacedExample], result: StepResult
+) -> TrainedTokens:
+    """Returns the trainer's log-probs and entropies of the tokens of the batch's rollouts."""
+    columns_of: dict[str, tuple[tuple[Logprobs, ...], ...]] = {}
     for name in ("logprobs", "entropies"):
         values, start = getattr(result, name), 0
         columns = [[Logprobs()] * len(group.rollouts) for group in batch.groups]
@@ -88,8 +90,8 @@ def trained_tokens(batch: Batch, placed: Sequence[Placed], result: StepResult) -
             start += num
             if place:
                 columns[place[0]][place[1]] = _spread(own, example.sampled)
-        found[name] = tuple(map(tuple, columns))
-    return TrainedTokens(step=result.step, **found)
+        columns_of[name] = tuple(map(tuple, columns))
+    return TrainedTokens(step=result.step, **columns_of)
 
 
 def _spread(values: Sequence[float], sampled: Mask) -> Logprobs:
@@ -103,12 +105,12 @@ def _spread(values: Sequence[float], sampled: Mask) -> Logprobs:
 def _rows(
     group: RolloutGroup, rollout: Rollout, advantage: Advantage
 ) -> Iterator[tuple[TokenIds, Row, Advantage]]:
-    """Yields each row with its prompt and its part of the advantages."""
-    found = rows(rollout)
-    parts: Sequence[Advantage] = [advantage] * len(found)
+    """Yields each row of the rollout with its prompt and its part of the advantage."""
+    all_rows = rows(rollout)
+    parts: Sequence[Advantage] = [advantage] * len(all_rows)
     if isinstance(advantage, tuple):
         parts = [tuple(part) for part in of_rows(rollout, advantage)]
-    for row, part in zip(found, parts, strict=True):
+    for row, part in zip(all_rows, parts, strict=True):
         ids = group.prompt_token_ids if isinstance(row, Rollout) else row.prompt_token_ids
         yield ids, row, part
 
@@ -140,7 +142,7 @@ def _example(
 
 
 def of_all_tokens(advantage: Advantage) -> float | None:
-    """Returns a rollout's advantage as one number: the mean of its turns'."""
+    """Returns a rollout's advantage as one number: with credit by turns the mean over its turns."""
     if not isinstance(advantage, tuple):
         return advantage
     present = [one for one in advantage if one is not None]
@@ -148,22 +150,22 @@ def of_all_tokens(advantage: Advantage) -> float | None:
 
 
 def only_turns(row: Row, kept_K: Sequence[bool]) -> Mask:
-    """Returns `sampled` `[T]` of the tokens of these turns alone."""
+    """Returns a mask `[T]` of the row's sampled tokens in the turns that are kept."""
     before, *spans = lengths(row)
     sampled = row.sampled.data or bytes([1]) * len(row.token_ids)
-    found, start = bytearray(before), before
+    mask, start = bytearray(before), before
     for kept, length in zip(kept_K, spans, strict=True):
-        found += sampled[start : start + length] if kept else bytes(length)
+        mask += sampled[start : start + length] if kept else bytes(length)
         start += length
-    return Mask(bytes(found))
+    return Mask(bytes(mask))
 
 
 def _per_token(row: Row, advantages_K: Sequence[float | None]) -> Logprobs:
     before, *spans = lengths(row)
-    found = array("f", [0.0]) * before
+    advantages_T = array("f", [0.0]) * before
     for advantage, length in zip(advantages_K, spans, strict=True):
-        found += array("f", [advantage or 0.0]) * length
-    return Logprobs(found)
+        advantages_T += array("f", [advantage or 0.0]) * length
+    return Logprobs(advantages_T)
 
 
 def step_totals(batch: Batch, job: Job) -> StepTotals:
@@ -189,7 +191,7 @@ def step_totals(batch: Batch, job: Job) -> StepTotals:
 
 
 def _num_credited(rollout: Rollout, score: Score, job: Job) -> list[int]:
-    """Returns how many tokens are credited of each row of which any are."""
+    """Returns for each row with a credited turn how many of its tokens are in credited turns."""
     credited = [True] * num_turns(rollout)
     if job.advantages.credit != "episode":
         credited = [one is not None for one in returns_of(rollout, score, job)]
@@ -219,12 +221,12 @@ def _num_credited(rollout: Rollout, score: Score, job: Job) -> list[int]:
 V = TypeVar("V")
 
 Terms = list[Logprobs] | None
-"""Of each row of a rollout, its branches first, `[T]`; None: the teacher gave no log-probs."""
+"""The terms `[T]` of each row of a rollout, branches first; None: no log-probs of the teacher."""
 
 
 def teacher_terms(batch: Batch, job: Job) -> list[list[Terms]] | None:
-    """Returns for each rollout `[P][G]` what the teacher adds to its tokens' advantages; None
-    without a teacher."""
+    """Returns for each rollout `[P][G]` the terms that the teacher adds to its tokens' advantages;
+    None without a teacher."""
     if job.teacher is None:
         return None
     return [
@@ -241,13 +243,13 @@ def _terms(rollout: Rollout, score: Score, spec: TeacherSpec) -> Terms:
         return None
     bound = spec.max_log_ratio
     ratios = iter(log_ratios(rollout, score.teacher_logprobs))
-    found: list[Logprobs] = []
+    terms: list[Logprobs] = []
     for row in (*rollout.branches, rollout):
         terms_T = array("f", bytes(4 * len(row.token_ids)))
         for position, _ in sampled_of(row, row.token_ids):
             terms_T[position] = -spec.weight * min(max(next(ratios), -bound), bound)
-        found.append(Logprobs(terms_T))
-    return found
+        terms.append(Logprobs(terms_T))
+    return terms
 
 
 def with_teacher_of(before: Sequence[Score], scores: Sequence[Score]) -> tuple[Score, ...]:
@@ -271,13 +273,13 @@ def teacher_metrics(batch: Batch, bound: float) -> dict[str, float]:
     ]
     taught = [(rollout, score) for rollout, score in graded if score.teacher_logprobs]
     num_tokens = sum(rollout.num_sampled for rollout, _ in taught)
-    found = {"teacher/missing": 1 - len(taught) / len(graded)} if graded else {}
+    metrics = {"teacher/missing": 1 - len(taught) / len(graded)} if graded else {}
     if num_tokens:
         ratios = [log_ratios(rollout, score.teacher_logprobs) for rollout, score in taught]
-        found["teacher/kl"] = math.fsum(map(math.fsum, ratios)) / num_tokens
+        metrics["teacher/kl"] = math.fsum(map(math.fsum, ratios)) / num_tokens
         num_clipped = sum(abs(ratio) > bound for each in ratios for ratio in each)
-        found["teacher/clipped"] = num_clipped / num_tokens
-    return found
+        metrics["teacher/clipped"] = num_clipped / num_tokens
+    return metrics
 
 
 def sampled_of(row: Rollout | Branch, values: Sequence[V]) -> Iterator[tuple[int, V]]:

@@ -70,9 +70,8 @@ def environment_failed(group: RolloutGroup) -> bool:
 
 
 def teaches(graded: ScoredGroup, job: Job) -> bool:
-    """Returns whether any completion of the group is trained on: the group has signal or a
-    teacher, or the completion came with advantages, and with `mask_truncated` it was not cut
-    off."""
+    """Returns whether any completion of the group is trained on: the group has signal or a teacher,
+    or the completion came with advantages; and with `mask_truncated` it was not cut off."""
     signal = job.teacher is not None or has_signal(graded.scores, job, graded.group)
     return any(
         not is_masked(rollout, job)
@@ -106,7 +105,7 @@ async def refill(
         if not flat or missing_share([graded.scores for graded in kept]) > MAX_MISSING:
             break
         fresh = await sample_fresh(round, len(flat))
-        if not fresh:  # a small data set has run out of other prompts
+        if not fresh:  # a small data set has no other prompts left
             break
         for position, graded in zip(flat, fresh, strict=False):
             dropped.append(kept[position])
@@ -128,8 +127,8 @@ def to_batch(
     dated: bool = True,
 ) -> Batch:
     """Returns the step's batch. Raises OperatorActionNeeded, with the first few errors, if every
-    rollout ended in an error, and Failed if none says which weights sampled it and they are to be
-    `dated`."""
+    rollout ended in an error, and Failed if the batch must be `dated` and no rollout says which
+    weights sampled it."""
     rollouts = [rollout for graded in groups_P for rollout in graded.group.rollouts]
     versions = [version for rollout in rollouts for version in rollout.versions]
     if all(rollout.went_wrong for rollout in rollouts):
@@ -154,12 +153,12 @@ def to_batch(
 
 
 def num_sampled(group: RolloutGroup) -> int:
-    """Returns how many tokens the policy sampled of a group."""
+    """Returns how many tokens of the group the policy sampled."""
     return sum(rollout.num_sampled for rollout in group.rollouts)
 
 
 def is_graded(score: Score) -> bool:
-    """Returns whether graders were asked. A rollout that ended in an error is not graded."""
+    """Returns whether the rollout was graded. A rollout that ended in an error is not."""
     return bool(score.parts)
 
 
@@ -180,12 +179,12 @@ def too_many_missing(batch: Batch) -> str | None:
     parts = [
         part for scores_G in batch.scores for score in scores_G for part in score.parts.items()
     ]
-    found = [
+    failures = [
         f"{name}: {part.detail or part.verdict}"
         for name, part in parts
         if part.value is None and part.verdict != "skipped"
     ]
-    reasons = list(dict.fromkeys(found))[:NUM_REASONS] or ["no reward applies"]
+    reasons = list(dict.fromkeys(failures))[:NUM_REASONS] or ["no reward applies"]
     return (
         f"step {batch.step}: {share:.0%} of the rewards are missing; expected at most "
         f"{MAX_MISSING:.0%}; {'; '.join(reasons)}; look into the log of the reward service"
@@ -195,8 +194,8 @@ def too_many_missing(batch: Batch) -> str | None:
 def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
     """Returns the verdict on each problem of the batch, replaced groups included, by row number. If
     a problem has several groups, their completions count together. A problem with fewer than two
-    rewards has no verdict. A group whose turns are credited otherwise is "mixed", whatever its
-    rewards are: it teaches."""
+    rewards has no verdict. A group in which the returns of turns differ is "mixed" even where the
+    rewards are equal, because it gives a gradient."""
     numbers = [*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)]
     scores_of: dict[int, list[Score]] = {}
     for number, scores_G in zip(numbers, (*batch.dropped, *batch.scores), strict=True):
@@ -215,12 +214,12 @@ def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
 
 def _verdict(scores: Sequence[Score], job: Job) -> Verdict | None:
     present = [
-        (found, full_mark(score, job))
+        (value, full_mark(score, job))
         for score in scores
-        if (found := outcome(score, job)) is not None
+        if (value := outcome(score, job)) is not None
     ]
     if len(present) < 2:
         return None
     if has_signal(scores, job):
         return "mixed"
-    return "right" if all(reaches(found, mark) for found, mark in present) else "wrong"
+    return "right" if all(reaches(value, mark) for value, mark in present) else "wrong"

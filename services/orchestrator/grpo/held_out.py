@@ -1,9 +1,8 @@
-"""Held-out accuracy: scores on problems that are never trained on, by the job's rewards. Of the
-policy between steps, and of each model of a job of 0 steps (`Comparison`): the samplers load one
-model after the other, unchanged, and each answers the same problems with the same seeds.
-
-Jobs that learn from given answers have the loss on held-out answers instead, of the trainer's
-weights; no sampler needs them.
+"""Held-out accuracy: scores on problems that are never trained on, by the job's rewards. The policy
+is evaluated between steps. A job of 0 steps evaluates each of its models (`Comparison`): the
+samplers load one model after the other, and each answers the same problems with the same seeds.
+Jobs that learn from given answers have the loss of the trainer's weights on held-out answers
+instead, which needs no sampler.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ each, and characters of a completion and of a prompt."""
 
 @dataclass(frozen=True)
 class Answers:
-    """What remains of a problem's graded completions. The tokens of a large set would fill the
-    memory."""
+    """The part of a problem's graded completions that is kept: the tokens of a large set would fill
+    the memory."""
 
     scores: tuple[Score, ...]
     metrics: dict[str, float]
@@ -109,24 +108,24 @@ def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
 
 
 def _interval(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the 95 % confidence interval of the mean reward; empty if the problems show none."""
+    """Returns the 95 % confidence interval of the mean reward; empty if there is none."""
     rewards = [metrics["reward"] for metrics in problems if "reward" in metrics]
-    found = estimate(rewards) if rewards else None
-    if found is None or found.low is None or found.high is None:
+    mean = estimate(rewards) if rewards else None
+    if mean is None or mean.low is None or mean.high is None:
         return {}
-    return {LOW: found.low, HIGH: found.high}
+    return {LOW: mean.low, HIGH: mean.high}
 
 
 def ignored_metrics(metrics: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
     """Returns the metric "ignored" for each held-out set with more than a share of MAX_MISSING of
     its completions without a reward. Its value is that share."""
-    found: dict[str, float] = {}
+    ignored: dict[str, float] = {}
     for name in names:
         prefix = metric_prefix(name)
         share = metrics[prefix + "missing_rewards"] + metrics[prefix + "errored_rollouts"]
         if share > MAX_MISSING:
-            found[prefix + IGNORED] = share
-    return found
+            ignored[prefix + IGNORED] = share
+    return ignored
 
 
 async def sample_held_out(
@@ -149,13 +148,13 @@ async def sample_held_out(
         stop_token_ids=job.sampling.stop_token_ids,
     )
     place = ("eval", name) if name else ("eval",)
-    room = asyncio.Semaphore(MAX_PROMPTS)
+    at_once = asyncio.Semaphore(MAX_PROMPTS)
 
     async def grade(prompt: Prompt, position: int) -> Answers:
         key = ":".join(map(str, (services.caller.owner, *place, version, position)))
         seed = group_seed(job, *place, position, prompt.index)
         seeded = sampling.model_copy(update={"seed": seed})
-        async with room:
+        async with at_once:
             group = await sample_group(services, job, prompt, version, key=key, sampling=seeded)
             scores = await services.reward.score(prompt, group, job_id=services.caller.job_id)
         done()
@@ -191,16 +190,16 @@ def bounded_prompt(content: str | tuple[Message, ...]) -> str | tuple[Message, .
     if isinstance(content, str):
         return content[:STORED_CHARS]
     kept: list[Message] = []
-    room = STORED_CHARS
+    num_left = STORED_CHARS
     for message in reversed(content):
         text = message.get("content")
         text = text if isinstance(text, str) else ""
         whole = message | {"content": ""} if text else message
-        room -= len(str(whole))
-        if room <= 0:
+        num_left -= len(str(whole))
+        if num_left <= 0:
             break
-        kept.append(whole | {"content": text[:room]} if text else whole)
-        room -= len(text)
+        kept.append(whole | {"content": text[:num_left]} if text else whole)
+        num_left -= len(text)
     return tuple(reversed(kept))
 
 
@@ -211,9 +210,9 @@ EXAMPLES_AT_ONCE = 512
 
 
 def held_out_sft_examples(job: Job, held_out: HeldOut) -> list[SFTExample]:
-    """Returns the lessons of a held-out set; none if the job grades completions and not every row
-    has an answer. Raises BadRow for a row without one in a job that grades nothing. Takes as long
-    as the templates."""
+    """Returns the SFT examples of a held-out set; none if the job grades completions and some row
+    has no answer. Raises BadRow for a row without an answer in a job that grades nothing. Rendering
+    the templates may take long: call it off the event loop."""
     try:
         return sft_examples(held_out.prompts(), job, held_out.where)
     except BadRow:
@@ -223,15 +222,15 @@ def held_out_sft_examples(job: Job, held_out: HeldOut) -> list[SFTExample]:
 
 
 async def losses(
-    job: Job, lessons_of_sets: Mapping[str, Sequence[SFTExample]], services: Services, step: int
+    job: Job, sft_examples_by_set: Mapping[str, Sequence[SFTExample]], services: Services, step: int
 ) -> dict[str, float]:
     """Returns `eval/loss` of each held-out set (`eval/<name>/loss` for a named set) by the weights
-    of the last applied step, and of preferences also `rewards/margins` and `rewards/accuracies`. A
-    set without an answer that the model can take has none."""
+    of the last applied step, and for preferences also `rewards/margins` and `rewards/accuracies`. A
+    set without any answer that fits the model has no metrics."""
     metrics: dict[str, float] = {}
-    for name, found in lessons_of_sets.items():
+    for name, set_examples in sft_examples_by_set.items():
         prefix = metric_prefix(name)
-        examples = await _examples(job, name, found, services)
+        examples = await _examples(job, name, set_examples, services)
         if examples:
             of_set = await _losses(job, examples, services, step)
             metrics |= {prefix + metric: value for metric, value in of_set.items()}
@@ -239,7 +238,7 @@ async def losses(
 
 
 async def _examples(
-    job: Job, name: str, found: Sequence[SFTExample], services: Services
+    job: Job, name: str, set_examples: Sequence[SFTExample], services: Services
 ) -> tuple[Example, ...]:
     async def group_of(position: int, example: SFTExample) -> RolloutGroup:
         key = f"{services.caller.owner}:eval:{name}:given:{position}"
@@ -247,7 +246,9 @@ async def _examples(
             await services.samplers.read(example.prompt, example.answers, key=key), job
         )
 
-    groups = await gather_all(group_of(position, example) for position, example in enumerate(found))
+    groups = await gather_all(
+        group_of(position, example) for position, example in enumerate(set_examples)
+    )
     whole = [group for group in groups if not any(one.went_wrong for one in group.rollouts)]
     advantages: Advantages = [[one.advantages[0] for one in group.rollouts] for group in whole]
     return to_examples(whole, advantages)
@@ -296,7 +297,8 @@ ASKED = {"num_prompts", "samples", "temperature", "max_tokens", "pass_reward"}
 
 class Scores(Wire):
     """The scores of a model on a held-out set, as they are stored: the metrics of each problem
-    `[P]`, and the shares of completions that count nowhere. `key` identifies what was asked."""
+    `[P]`, and the shares of completions that are left out of them. `key` is the digest of all that
+    decides the scores."""
 
     key: str
     model: str
@@ -362,7 +364,7 @@ class Comparison:
             seeded, name, self._prompts[name], self.services, 0, done=tell
         )
         scores = _scores(self._key(model, held_out), model.label, name, answers_P)
-        if scores.has_any:  # else a later attempt tries again
+        if scores.has_any:  # without any, a later attempt tries again
             stored = [rollout for answers in answers_P for rollout in answers.stored]
             number = self.job.evaluated_models.index(model)
             await write_despite_cancel(self.folder.write_held_out, name, number, stored)
@@ -426,14 +428,14 @@ class Comparison:
         and attempts of this job."""
         spec = self.job.evaluation
         of_set = spec.sets.get(held_out.name)
-        asked = (
+        decisive = (
             model.model,
             model.revision,
             held_out.name,
             spec.model_dump(mode="json", include=ASKED),
             of_set.model_dump(mode="json") if of_set else None,
         )
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
 def _scores(key: str, model: str, name: str, answers_P: Sequence[Answers]) -> Scores:

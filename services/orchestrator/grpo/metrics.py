@@ -6,51 +6,51 @@ docs/observability.md lists the other names.
 | reward, reward_std             | mean and standard deviation over all rollouts               |
 | group_reward_std               | mean of the groups' standard deviations                     |
 | rewards/<name>/mean, .../std   | of one reward, where it applies                             |
-| frac_reward_zero_std           | share of groups without signal: they teach nothing          |
-| dropped_groups                 | groups without signal that others took the place of         |
-| resampled_groups               | groups sampled again: their weights' version was not asked  |
+| frac_reward_zero_std           | share of groups without signal: they give no gradient       |
+| dropped_groups                 | groups without signal that other groups replaced            |
+| resampled_groups               | extra samplings, of groups by versions not requested        |
 | missing_rewards                | share of graded rollouts without a reward                   |
 | errored_rollouts               | share of rollouts that went wrong; never graded             |
-| timed_out_rollouts             | share that was not done by HONE_GENERATE_DEADLINE_S         |
-| overlong_prompts               | share of groups whose prompt was cut, or refused, as long   |
+| timed_out_rollouts             | share not finished within HONE_GENERATE_DEADLINE_S          |
+| overlong_prompts               | share of groups whose prompt was too long: cut or refused   |
 | mixed_rollouts                 | share sampled by weights of more than one version           |
 | completions/mean_length        | tokens that were sampled; also min_length, max_length       |
-| completions/                   | the same for completions that ended by themselves; also     |
+| completions/                   | the same for completions that were not cut off; also        |
 |   mean_terminated_length       | min_terminated_length, max_terminated_length                |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
 |                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
 | conversations/forks            | rows beyond the first, where a history was rewritten        |
 | agent/mean_guesses             | of agents of kind "worker": their own metric, here guesses  |
-| environment_failures           | share of rollouts without a reward, as the environment died |
+| environment_failures           | share of rollouts whose environment failed: no reward       |
 | teacher/kl                     | with [teacher]: mean over sampled tokens of the log-ratio   |
 |                                | to it, an estimate of the reverse KL divergence, in nats    |
 | teacher/clipped                | share of these tokens whose log-ratio is beyond the bound   |
-| teacher/missing                | share of graded rollouts that it gave no log-probs          |
+| teacher/missing                | share of graded rollouts without log-probs of the teacher   |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
 | num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
-| skipped_problems               | problems that the step does not take, with [difficulty]     |
-| total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
-| total/passes                   | prompts taken so far per problem of the data, without those |
-|                                | that replaced others; not of a stream                       |
+| skipped_problems               | problems that [difficulty] skips at this step               |
+| total/tokens, total/hours      | tokens sampled, and hours on the services, in all attempts  |
+| total/passes                   | prompts taken so far per problem of the data, replacements  |
+|                                | not counted; not for a stream                               |
 | total/cost                     | each attempt's hours by the price of one, where known       |
 | supervised                     | 1 if the step learned the data's answers; loss is then the  |
 |                                | mean negative log-likelihood of their tokens, in nats       |
-| replayed                       | 1 if its batch was on disk: trained again, not sampled      |
+| replayed                       | 1 if its batch was on disk, and was not sampled again       |
 | eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...;      |
 |                                | reward_low and reward_high bound the reward, with 95 %      |
 |                                | confidence                                                  |
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
-| canary_change                  | how far a step moved the log-probs of a fixed sequence, in  |
-|                                | nats: their mean absolute difference; in steps that sync    |
+| canary_change                  | mean absolute change of a fixed sequence's log-probs per    |
+|                                | step since the last sync, in nats; in steps that sync       |
 | loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
 | time/<stage>                   | seconds; time/step is all of it                             |
-| time/wait_for_batch            | with nothing to train on: the samplers are the bottleneck   |
+| time/wait_for_batch            | without a batch to train: the samplers are the bottleneck   |
 | time/wait_for_trainer          | from the end of one batch's sampling to the beginning of    |
-|                                | this one's: it had to wait for weights new enough           |
+|                                | the next: it waited for weights that are new enough         |
 | time/record                    | writing the row of the step before                          |
-| utilization/<service>          | share of time/step in which the job had asked it something  |
+| utilization/<service>          | share of time/step with a request of the job under way      |
 
 Rewards include dropped groups. Lengths are of the rollouts that did not end in an error. A step
 follows the one before without a gap, so their time/step add up to the whole: waiting for the batch,
@@ -76,7 +76,7 @@ from shared.job import Job
 from shared.wire import Rollout, RolloutGroup, Score
 
 REPLAYED = "replayed"
-"""The metric, 1, of a step whose batch was on disk, so an earlier attempt had sampled it."""
+"""The metric, 1, of a step whose batch was on disk because an earlier attempt had sampled it."""
 
 WRITTEN = "time/checkpoint"
 """The metric of a step whose checkpoint was written."""
@@ -92,11 +92,11 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
     """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
     `[difficulty]`."""
     result, plays = step.result, job.environment is not None and not job.is_pushed
-    given = job.is_supervised(step.batch.step)
+    is_supervised = job.is_supervised(step.batch.step)
     return {
         **(
             _given_metrics(step.batch.groups)
-            if given
+            if is_supervised
             else reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups)
         ),
         "dropped_groups": len(step.batch.dropped),
@@ -106,11 +106,11 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
         **(_conversation_metrics(step.batch.groups) if plays else {}),
         **(
             teacher_metrics(step.batch, job.teacher.max_log_ratio)
-            if job.teacher and not given
+            if job.teacher and not is_supervised
             else {}
         ),
         **({} if step.staleness is None else {"staleness": step.staleness}),
-        **({} if step.moved is None else {CANARY_CHANGE: step.moved}),
+        **({} if step.canary_change is None else {CANARY_CHANGE: step.canary_change}),
         "skipped_steps": int(result.skipped),
         "num_examples": result.num_examples,
         "num_tokens": result.num_tokens,
@@ -134,7 +134,7 @@ def reward_metrics(
     scores_PG: Sequence[Sequence[Score]], job: Job, groups: Sequence[RolloutGroup] = ()
 ) -> dict[str, float]:
     """Returns reward statistics over `[P][G]` scores; a mean over nothing is left out. `groups` are
-    the first ones' rollouts: of others it is not known what their turns earned."""
+    the rollouts of the first scores; the turns of the other rollouts are not known."""
     scores = [score for scores_G in scores_PG for score in scores_G]
     present_PG = [
         [score.value for score in scores_G if score.value is not None] for scores_G in scores_PG
@@ -203,14 +203,14 @@ def _completion_metrics(step: Step) -> dict[str, float]:
 def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups_P for rollout in group.rollouts]
     played = [rollout.info for rollout in rollouts if not rollout.went_wrong]
-    found = {
+    numbers_of = {
         name: [info[name] for info in played if name in info]
         for name in ("turns", "tool_calls", "tool_errors", "environment_s")
     }
     return {
         **{
             f"conversations/mean_{name}": statistics.fmean(numbers)
-            for name, numbers in found.items()
+            for name, numbers in numbers_of.items()
             if numbers
         },
         "conversations/forks": sum(len(rollout.branches) for rollout in rollouts),
@@ -223,11 +223,11 @@ def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def _agent_metrics(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the means of the metrics that agents reported, over the rollouts with each."""
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for info in played:
         for name, value in info.get("agent", {}).items():
-            found.setdefault(f"agent/mean_{name}", []).append(value)
-    return {name: statistics.fmean(values) for name, values in found.items()}
+            values_of.setdefault(f"agent/mean_{name}", []).append(value)
+    return {name: statistics.fmean(values) for name, values in values_of.items()}
 
 
 def _lengths(what: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -240,8 +240,8 @@ def _lengths(what: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 class StepClock:
-    """Measures one step after another, without a gap between them. `busy_s` returns the seconds so
-    far in which each service had work of the job."""
+    """Measures one step after another, without a gap between them. `busy_s` returns for each
+    service the seconds so far in which it worked for the job."""
 
     def __init__(
         self,

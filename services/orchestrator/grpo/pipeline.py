@@ -1,29 +1,32 @@
 """GRPO in the order in which it happens. READ FIRST.
 
-| stage        | type (shared/wire/)   | shape        | done in                              |
-|--------------|-----------------------|--------------|--------------------------------------|
-| job          | Job                   |              | deploy/jobs/*.toml                   |
-| prompts      | Prompt                | [P]          | prompts.py: a function of seed, step |
-| rollouts     | RolloutGroup          | [P][G] x [T] | batches.py; services/rollout         |
-| rewards      | Score                 | [P][G]       | batches.py; services/reward/graders  |
-| advantages   | Advantage             | [P][G]       | advantages.py; of turns: [P][G][K]   |
-| examples     | Example, StepTotals   | <= P*G       | examples.py                          |
-| batch, loss  | tensors               | [B, T]       | services/trainer/learning            |
-| weights      | WeightsRef            | one version  | samplers/syncing.py; trainer/disk        |
+| stage         | type                  | shape        | done in                              |
+|---------------|-----------------------|--------------|--------------------------------------|
+| job           | Job                   |              | deploy/jobs/*.toml                   |
+| prompts       | Prompt                | [P]          | prompts.py: a function of seed, step |
+| rollouts      | RolloutGroup          | [P][G] x [T] | batches.py; services/rollout         |
+| rewards       | Score; all: Batch     | [P][G]       | batches.py; services/reward/graders  |
+| advantages    | Advantage             | [P][G]       | advantages.py; of turns: [P][G][K]   |
+| examples      | Example, StepTotals   | <= P*G       | examples.py                          |
+| micro-batches | tensors; loss         | [B, T]       | services/trainer/learning            |
+| weights       | WeightsRef            | one version  | samplers/syncing.py                  |
+
+Job is in shared/job, Advantage in advantages.py, the other types in shared/wire.
 
 The synchronous loop and the overlapped one are the same code. While step k trains, the batches of
 the next max_staleness steps are being sampled. So a batch trains weights that are at most
 max_staleness steps newer than the weights that sampled it. A batch's sampling starts only once
-weights new enough for it serve, so the overlap discards nothing. Sampled and not trained on are
-groups without signal, groups whose sampler had other weights than asked for, and the later of two
-answers where a slow group was asked of two samplers.
+weights new enough for it serve, so the overlap discards nothing. These completions are sampled but
+not trained on: groups without signal that other groups replace, groups whose sampler had other
+weights than requested, and the later of two answers where a slow group was requested from two
+samplers.
 
 The pipeline imports none of what it drives: a source of batches (`Batches` in batches.py), a
 trainer (`TrainerClient` in samplers/clients.py), weight sync (samplers/syncing.py) and a run log
 (`RunFolder` in store/folder.py). `Attempt._pipeline` in jobs/attempt.py composes them.
 
 Around this: jobs/recovery.py loads the job, also after failures (jobs/decisions.py), and
-jobs/after_step.py records, evaluates and writes checkpoints. groups.py replaces groups without
+jobs/after_step.py writes checkpoints, evaluates and records. groups.py replaces groups without
 signal. samplers/pool.py decides which sampler each group waits for.
 """
 
@@ -38,7 +41,7 @@ from typing import Protocol
 
 from services.orchestrator.grpo.advantages import Advantages, batch_advantages
 from services.orchestrator.grpo.examples import (
-    Placed,
+    PlacedExample,
     placed_examples,
     step_totals,
     teacher_terms,
@@ -54,12 +57,14 @@ from shared.wire import Batch, Example, StepResult, StepTotals, TrainedTokens
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A scored batch, and its seconds by stage: none if it was stored. `num_resampled` groups were
-    sampled more than once, for the staleness bound. `span` is when sampling began and ended, and
-    `trace` is the step's."""
+    """A scored batch, and the seconds of each stage that it went through. A `replayed` batch was on
+    disk and was not sampled again. `num_resampled` counts extra samplings: of a group whose
+    versions were outside the staleness bound. `span` is when sampling began and ended, and `trace`
+    is the step's."""
 
     batch: Batch
     seconds: dict[str, float]
+    replayed: bool = False
     num_resampled: int = 0
     span: tuple[float, float] | None = None
     trace: tracing.Trace = tracing.NONE
@@ -88,16 +93,16 @@ class RunLog(Protocol):
 
 
 Sync = Callable[[int], Awaitable[float | None]]
-"""Makes the samplers serve the weights of a step. Returns how far the step moved the canary, in
-nats, if known."""
+"""Makes the samplers serve the weights of a step. Returns the mean absolute change of the canary's
+log-probs per step since the last sync, in nats; None if it is not known."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. `seconds` has the time of each stage; `staleness` is in steps, None if
-    unknown; a `replayed` batch was stored and not sampled; `num_resampled` groups were sampled more
-    than once; `serves`: its weights serve, as after every `sync_every` steps; `moved` is how far a
-    step moved the canary, in nats, if known; `trace` has not ended."""
+    """A finished step. `seconds` has the time of each stage. `staleness` is in steps, None if it is
+    not known. `replayed` and `num_resampled` are as in `SampledBatch`. `serves`: the samplers serve
+    its weights, as after every `sync_every` steps. `canary_change` is what `Sync` returned. `trace`
+    has not ended."""
 
     batch: Batch
     advantages_PG: Advantages
@@ -107,7 +112,7 @@ class Step:
     replayed: bool
     num_resampled: int = 0
     serves: bool = True
-    moved: float | None = None
+    canary_change: float | None = None
     trace: tracing.Trace = tracing.NONE
 
 
@@ -120,8 +125,8 @@ class Pipeline:
     log: RunLog
 
     async def steps(self, last_step: int) -> AsyncGenerator[Step]:
-        """Yields each step after `last_step` once its weights serve, if they are synced. The next
-        step begins when it is asked for."""
+        """Yields each step after `last_step` once it is trained and, if its weights are synced,
+        once the samplers serve them. The next step begins when the caller asks for it."""
         sampling: deque[asyncio.Task[SampledBatch]] = deque()
         next_step, served = last_step + 1, last_step
         sampled_before: tuple[float, float] | None = None
@@ -146,8 +151,8 @@ class Pipeline:
                     ahead.result().trace.end()
 
     def _may_begin(self, step: int, current: int, served: int) -> bool:
-        """Whether the batch of `step` may be got while step `current` begins. Weights of a warm-up
-        sample nothing before it is over."""
+        """Whether sampling for `step` may begin together with step `current`. Nothing is sampled by
+        weights from inside a warm-up."""
         if self.job.is_supervised(step):
             return step <= current
         return served >= self.job.warmup.steps and step <= served + 1 + self.job.max_staleness
@@ -157,40 +162,46 @@ class Pipeline:
         await write_despite_cancel(self.log.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
-        given = self.job.is_supervised(batch.step)
-        terms = None if given else teacher_terms(batch, self.job)
+        is_supervised = self.job.is_supervised(batch.step)
+        terms = None if is_supervised else teacher_terms(batch, self.job)
         placed = placed_examples(batch.groups, advantages_PG, terms)
         examples = tuple(example for _, example in placed)
         totals = step_totals(batch, self.job)
         watch.lap("store")
         result = await self.trainer.train_step(batch.step, examples, totals)
         watch.lap("train")
-        moved = None
+        canary_change = None
         if serves := syncs_after(self.job, batch.step):
-            moved = await self.sync(batch.step)
+            canary_change = await self.sync(batch.step)
         watch.lap("sync")
         if result.logprobs:
-            await asyncio.to_thread(self._keep_tokens, batch, placed, result)
+            await asyncio.to_thread(self._store_trained_tokens, batch, placed, result)
         return Step(
             batch,
             advantages_PG,
             result,
             staleness=None if batch.version is None else batch.step - 1 - batch.version,
             seconds=sampled.seconds | watch.seconds,
-            replayed=not sampled.seconds,
+            replayed=sampled.replayed,
             num_resampled=sampled.num_resampled,
             serves=serves,
-            moved=moved,
+            canary_change=canary_change,
             trace=sampled.trace,
         )
 
-    def _keep_tokens(self, batch: Batch, placed: Sequence[Placed], result: StepResult) -> None:
-        """Stores what the trainer said of the tokens. No run depends on it: where the disk refuses,
-        the writes that a run needs say so."""
+    def _store_trained_tokens(
+        self, batch: Batch, placed: Sequence[PlacedExample], result: StepResult
+    ) -> None:
+        """Stores the trainer's log-probs and entropies of the tokens. No run depends on them, so a
+        failure is only logged: if the disk is at fault, the writes that a run needs fail too."""
         try:
             self.log.write_trained(trained_tokens(batch, placed, result))
         except (OSError, HoneError) as error:
-            get_logger().warning("no tokens were kept", step=batch.step, reason=str(error))
+            get_logger().warning(
+                "the trainer's log-probs of a step were not stored",
+                step=batch.step,
+                reason=str(error),
+            )
 
 
 def syncs_after(job: Job, step: int) -> bool:

@@ -1,5 +1,6 @@
 """The job's prompts, made of the rows of its data. A step's prompts are a pure function of (job
-seed, step, round), so resuming needs no saved position."""
+seed, step, round), so resuming needs no saved position in the data. With `[difficulty]` they also
+depend on the verdicts on earlier groups, which the run folder has (`History`)."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class HeldOut:
     table: Table | None = None
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """Returns the prompts. Takes as long as the templates."""
+        """Returns the prompts. Templates may take long: call it off the event loop."""
         return self.made_of(self.problems)
 
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
@@ -165,14 +166,14 @@ def load_prompts(
     train = open_source(ask)
     columns, order, problems = _ordered(job, train, history, _filter_cpu_s(versions))
     held_out = load_held_out(job, settings, versions)
-    found = {"train": train.version} if train.version else {}
+    train_version = {"train": train.version} if train.version else {}
     return Prompts(
         job,
         order,
         held_out,
         columns=_shared_columns(columns.names, held_out),
         name=train.name,
-        versions=found | _versions(held_out),
+        versions=train_version | _versions(held_out),
         train=problems,
         history=history,
         tables=(train, *_tables(held_out)),
@@ -198,10 +199,10 @@ def with_steps(job: Job, num_train: int | None) -> Job:
         return job
     epochs = Fraction(str(job.data.epochs))  # as written: 1.1 * 10 is above 11 in floats
     steps = math.ceil(epochs * num_train / job.sampling.prompts_per_step)
-    found = job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
-    if found.warmup.steps >= found.steps:
-        raise BadRequest(f"data.epochs is {job.data.epochs:g}: {all_warm_up(found)}")
-    return found
+    with_epochs = job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
+    if with_epochs.warmup.steps >= with_epochs.steps:
+        raise BadRequest(f"data.epochs is {job.data.epochs:g}: {all_warm_up(with_epochs)}")
+    return with_epochs
 
 
 def load_held_out(
@@ -210,11 +211,11 @@ def load_held_out(
     """Returns the job's held-out sets, `data.eval` first. Raises as `load_prompts`."""
     asks, limit = source_requests(job, settings, versions), job.evaluation.num_prompts
     cpu_s = _filter_cpu_s(versions)
-    found = [_held_out("", asks["eval"], limit, cpu_s)] if "eval" in asks else []
+    held_out = [_held_out("", asks["eval"], limit, cpu_s)] if "eval" in asks else []
     for name, each in job.evaluation.sets.items():
         ask = asks[_version_key(name)]
-        found.append(_held_out(name, ask, each.num_prompts or limit, cpu_s))
-    return found
+        held_out.append(_held_out(name, ask, each.num_prompts or limit, cpu_s))
+    return held_out
 
 
 def _filter_cpu_s(versions: Mapping[str, str] | None) -> float:
@@ -336,12 +337,12 @@ def chat_of(messages: Sequence[Any], at: str) -> tuple[dict[str, Any], ...]:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether the value has a role and another key. A message with an assistant's tool calls has no
-    `content`. A key that only other rows have is None."""
+    """Whether the value has a role and another key that is not None. `content` is not required: an
+    assistant's message with tool calls lacks it. A key that only other rows have is None."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("role"), str)
-        and any(said is not None for key, said in value.items() if key != "role")
+        and any(item is not None for key, item in value.items() if key != "role")
     )
 
 

@@ -30,22 +30,21 @@ CHOSEN, REJECTED = "chosen", "rejected"
 """The columns with two answers of which the first is preferred."""
 
 ADVANTAGES = (1.0, -1.0)
-"""Of a example's first answer, and of its second."""
+"""The advantages of an example's first answer and of its second, if it has two."""
 
 Answer = str | Message
 
 
 @dataclass(frozen=True)
 class SFTExample:
-    """A prompt and the answer that is learned after it; or the answer that is preferred, and the
-    other one."""
+    """A prompt with its answer, or with two answers of which the first is preferred."""
 
     prompt: Prompt
     answers: tuple[Answer, ...]
 
 
 def sft_examples(prompts: Sequence[Prompt], job: Job, where: str) -> list[SFTExample]:
-    """Returns what each prompt's row teaches: an answer or a preference, or of a chat each of the
+    """Returns the examples in each prompt's row: one answer or preference, or in a chat each of the
     assistant's messages. With `train_on` "all" a chat is one example, so no token is learned twice.
     Raises BadRow for a row without an answer."""
     if job.training.objective == "dpo":
@@ -58,7 +57,7 @@ def sft_examples(prompts: Sequence[Prompt], job: Job, where: str) -> list[SFTExa
         problems = [Problem(prompt.index, prompt.row) for prompt in prompts]
         raise unrenderable("data.answer", error, problems, where) from error
     return [
-        _lesson(prompt, text, "data.answer", where)
+        _sft_example(prompt, text, "data.answer", where)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
 
@@ -66,7 +65,7 @@ def sft_examples(prompts: Sequence[Prompt], job: Job, where: str) -> list[SFTExa
 def _own(prompt: Prompt, job: Job, where: str) -> list[SFTExample]:
     content = prompt.content
     if isinstance(content, str) or content[-1]["role"] != "assistant":
-        return [_lesson(prompt, prompt.row.get(ANSWER), f"column {ANSWER!r}", where)]
+        return [_sft_example(prompt, prompt.row.get(ANSWER), f"column {ANSWER!r}", where)]
     ends = [end for end, message in enumerate(content) if end and _is_learned(message)]
     for message in content:
         _check_message(message, f"row {prompt.index} of {where}")
@@ -84,7 +83,7 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[SFTExample]:
 
 
 def _is_learned(message: Message) -> bool:
-    """Whether it is an assistant's, and OpenAI's key `weight` does not leave it out."""
+    """Whether the message is an assistant's, and OpenAI's key `weight` does not exclude it."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
@@ -105,7 +104,7 @@ def _check_message(message: Message, at: str) -> None:
         )
 
 
-def _lesson(prompt: Prompt, answer: Any, what: str, where: str) -> SFTExample:
+def _sft_example(prompt: Prompt, answer: Any, what: str, where: str) -> SFTExample:
     if not isinstance(answer, str) or not answer.strip():
         raise BadRow(
             f"row {prompt.index} of {where} has no answer to learn: {what} is {answer!r:.80}; "
@@ -121,10 +120,10 @@ def _preference(prompt: Prompt, where: str) -> SFTExample:
     content, chosen = prompt.content, prompt.row.get(CHOSEN)
     if CHOSEN not in prompt.row and not isinstance(content, str) and len(content) > 1:
         content, chosen = content[:-1], list(content[-1:])
-    given = {CHOSEN: chosen, REJECTED: prompt.row.get(REJECTED)}
+    values = {CHOSEN: chosen, REJECTED: prompt.row.get(REJECTED)}
     answers = tuple(
         _answer(value, content, f"row {prompt.index} of {where}, column {name!r}")
-        for name, value in given.items()
+        for name, value in values.items()
     )
     texts = [answer if isinstance(answer, str) else answer.get("content") for answer in answers]
     calls = [None if isinstance(answer, str) else answer.get("tool_calls") for answer in answers]
@@ -137,12 +136,12 @@ def _preference(prompt: Prompt, where: str) -> SFTExample:
 
 
 def _answer(value: Any, content: Content, at: str) -> Answer:
-    """Returns an answer from a column: text, or the last of a list of messages, of which those
-    before it end the prompt."""
+    """Returns an answer from a column: text, or the last of a list of messages. The messages before
+    the last must be the end of the prompt."""
     if isinstance(value, str) and value.strip():
         return value
-    given: list[Any] = value if isinstance(value, list) else []
-    messages = [*chat_of(given, at)] if all(isinstance(each, dict) for each in given) else []
+    items: list[Any] = value if isinstance(value, list) else []
+    messages = [*chat_of(items, at)] if all(isinstance(each, dict) for each in items) else []
     last: dict[str, Any] = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         raise BadRow(
@@ -160,8 +159,8 @@ def _answer(value: Any, content: Content, at: str) -> Answer:
 
 
 def sampling_prompts(prompts: Sequence[Prompt], job: Job) -> tuple[Prompt, ...]:
-    """Returns the prompts as completions are sampled after them, of a job whose rows have answers:
-    a chat without its last message, if that is the answer."""
+    """Returns the prompts after which completions are sampled. In a job whose rows have answers, a
+    chat loses its last message if that is the answer."""
     if not job.has_answers or job.data.answer is not None:
         return tuple(prompts)
     return tuple(
@@ -182,8 +181,8 @@ def _ends_with_it(prompt: Prompt) -> bool:
 async def sft_groups(
     services: Services, job: Job, prompts: Prompts, step: int
 ) -> list[ScoredGroup]:
-    """Returns the step's groups of given completions, `[P]`: of chats more than there are rows. An
-    answer that is too long for the model is a rollout that went wrong."""
+    """Returns the step's groups of given completions: one or more per row, since each message of an
+    assistant is one. An answer that is too long for the model is a rollout that went wrong."""
 
     def read() -> list[SFTExample]:
         return sft_examples(prompts.for_step(step), job, prompts.name)
@@ -196,14 +195,16 @@ async def sft_groups(
             prompt=example.prompt, group=add_sft_advantages(group, job), scores=scores
         )
 
-    found = await asyncio.to_thread(read)
-    return await gather_all(group_of(position, example) for position, example in enumerate(found))
+    examples = await asyncio.to_thread(read)
+    return await gather_all(
+        group_of(position, example) for position, example in enumerate(examples)
+    )
 
 
 def add_sft_advantages(group: RolloutGroup, job: Job) -> RolloutGroup:
     """Returns the group with an advantage for each token that is learned. With `train_on` "all" the
-    prompt's tokens but the first are learned too, as part of the completion. A group of which a
-    rollout went wrong teaches nothing."""
+    prompt's tokens but the first are learned too, as part of the completion. A group with a rollout
+    that went wrong gets no advantages."""
     if any(rollout.went_wrong for rollout in group.rollouts):
         return group
     prompt = [*group.prompt_token_ids]

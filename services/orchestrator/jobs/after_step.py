@@ -250,8 +250,8 @@ class AfterStep:
             )
         if step.num_resampled:
             await self.journal.warn(
-                f"step {number}: {step.num_resampled} group(s) were sampled by weights of another "
-                "version than asked for, and sampled again",
+                f"step {number}: {step.num_resampled} extra sampling(s), of groups by weights of "
+                "another version than requested",
                 step=number,
             )
         for failing in failing_rewards(step.batch):

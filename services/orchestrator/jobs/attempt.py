@@ -1,5 +1,5 @@
-"""One attempt at one job: everything around the pipeline. It prepares, continues from the trainer's
-step, and after a failure recovers (recovery.py).
+"""One attempt at one job: everything around the pipeline. READ FIRST. It prepares, continues from
+the trainer's step, and after a failure recovers (recovery.py).
 
 A job is resumed from existing state: the trainer has its step, the run folder has the scored
 batches and the rows of finished steps, and prompts are a function of the step. A step that was
@@ -45,11 +45,12 @@ from shared.settings import Settings
 from shared.wire import JobRecord, Prompt, TrainerState
 
 CHECKPOINT_TRIES = 3
-"""Of a checkpoint while a step ends; the trainer does no more than one that was under way."""
+"""Attempts to write a checkpoint when an operator stops the job. An attempt fails if the step under
+way ends meanwhile; the trainer begins no step after that one."""
 
 STATE_DEADLINE_S = 5.0
-"""Seconds that the trainer has to say its step when an operator stops the job, and for which a
-trainer that cannot write its checkpoint then is waited for."""
+"""Deadline of the request for the trainer's step when an operator stops the job, and of the retries
+of a checkpoint that the trainer cannot write then."""
 
 STALL_S = 600.0
 """Seconds without any answer to a running job (no group sampled or graded, no step, no weights, no

@@ -169,20 +169,22 @@ class Recovery:
             missing := await self._needs.look() or await self._data.missing()
         ) or self._is_beyond_limit():
             if self._is_beyond_limit():
-                limit = f"for {self._settings.wait_limit_s:g} s, and HONE_WAIT_LIMIT_S is that"
-                now = missing or "it is there now"
+                limit = f"for {self._settings.wait_limit_s:g} s, the limit HONE_WAIT_LIMIT_S"
+                now = missing or "it is available now"
                 return Outcome("paused", f"{why}; it has waited {limit}; {now}")
             is_long = time.monotonic() - began >= self._settings.patience_s
             if missing and is_long and (other := await self._elsewhere()):
                 return Outcome("queued", f"{missing}; the job goes to trainer {other}")
             if not is_said:
-                await self._journal.warn(f"waits, and continues automatically: {missing}")
+                await self._journal.warn(
+                    f"waiting for a dependency, then continues automatically: {missing}"
+                )
             is_said = True
-            self._status.begin("waiting for what it needs", "the model is loaded again", missing)
+            self._status.begin("waiting for its dependencies", "the model is loaded again", missing)
             await asyncio.sleep(LOOK_AT_MISSING_S)
         if is_said:
             waited_s = time.monotonic() - began
-            await self._journal.log(f"all that it needs is there again, after {waited_s:.0f} s")
+            await self._journal.log(f"all dependencies are available again, after {waited_s:.0f} s")
         return None
 
     async def _elsewhere(self) -> str | None:

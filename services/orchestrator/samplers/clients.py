@@ -43,8 +43,8 @@ from shared.wire import (
     TrainerJob,
     TrainerState,
     TrainStepRequest,
-    Tried,
     TriedReward,
+    TriedRewards,
     TryRequest,
     Validated,
     ValidateRequest,
@@ -243,7 +243,7 @@ class RewardClient:
         body = TryRequest(rewards=self.caller.job.rewards, prompts=shown)
         try:
             tried = await self.client.call(
-                "POST", "/graders/try", body, Tried, deadline_s=TRY_DEADLINE_S
+                "POST", "/graders/try", body, TriedRewards, deadline_s=TRY_DEADLINE_S
             )
         except HoneError as error:
             get_logger().warning("rewards not tried", job=self.caller.job_id, reason=error.detail)

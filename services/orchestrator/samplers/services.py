@@ -29,8 +29,8 @@ from shared.http.retry import MAX_PAUSE_S
 from shared.job import EvaluatedModel, SyncMethod
 from shared.wire import (
     AbortRequest,
+    ConversationPrefix,
     GenerateRequest,
-    Known,
     Message,
     ModelRequest,
     Prompt,
@@ -172,7 +172,7 @@ class JobSamplers:
         *,
         key: str,
         options: AnswerOptions,
-        known: Known | None,
+        known: ConversationPrefix | None,
         sampling: Sampling,
     ) -> RolloutGroup:
         """Returns the answer to a conversation of which `known` are the tokens so far, as a group

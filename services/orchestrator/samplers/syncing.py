@@ -121,7 +121,8 @@ async def _synced(services: Services, version: int, journal: Events) -> SyncResu
 
 
 async def _find_way(services: Services, version: int, journal: Events) -> SyncResult:
-    """The same by the first candidate that every sampler can take, which later versions go by."""
+    """As `_sync`, by the first candidate method that every sampler supports; later versions use
+    that method too."""
     start, job, one_host = time.monotonic(), services.caller.job, services.samplers.one_host
     for method, why in candidates(job, gpus_of(services), one_host=one_host):
         if method in services.samplers.pool.given_up:
@@ -295,8 +296,8 @@ class Fallback:
         self._asking = asyncio.Lock()
 
     async def __call__(self) -> WeightsRef:
-        """Returns the reference. What was sent becomes files when they are first asked for: raises
-        Unavailable once the trainer has gone on."""
+        """Returns the reference. Weights that were sent without files are written as files at the
+        first call. Raises Unavailable if the trainer has begun the next step."""
         ref = self._published.root
         if isinstance(ref, SentWeights):
             async with self._asking:
@@ -316,8 +317,8 @@ class Fallback:
             if error.code != "out_of_order":
                 raise
             raise Unavailable(
-                f"version {sent.version} went from GPU to GPU, and the trainer has gone on: a "
-                "sampler that joins gets the next version"
+                f"version {sent.version} went from GPU to GPU, and the trainer has begun the next "
+                "step: a sampler that joins gets the next version"
             ) from error
         if files.digest != sent.digest:
             raise SyncFailed(
@@ -330,7 +331,7 @@ class Fallback:
 # --- the canary -----------------------------------------------------------------------------------
 
 EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Distance from 1 to the next number: what rounding comes to is a multiple of it."""
+"""Distance from 1 to the next number: rounding errors are multiples of it."""
 
 LEAST = {"float32": 1e-3, "float16": 0.005, "bfloat16": 0.02}
 """Nats by which log-probs may differ on average over the sequence in any case. Two right
@@ -389,7 +390,7 @@ def noise(before: Published | None, after: Published) -> float | None:
 
 
 def tolerance(canary: Canary, serving: ServingWeights) -> float:
-    """Returns the nats that rounding may come to: `NOISES` times the trainer's own noise, in the
+    """Returns the allowed rounding error in nats: `NOISES` times the trainer's own noise, in the
     less precise dtype of the two, but at most `MOST` of the log-probs' standard deviation: where
     rounding errors grow without bound, as in sharp attention, the noise is no measure. A load that
     did nothing is detected here if the new weights moved the log-probs by more than this; if the

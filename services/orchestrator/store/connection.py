@@ -42,7 +42,7 @@ MAX_FOLLOWERS = 512
 
 
 EMPTIED = "emptied"
-"""Answer of every script in a Redis that was not accepted."""
+"""The answer of every script in a Redis that was not accepted."""
 
 REPLACED = (
     "Redis was emptied, or replaced by another one, while it was used; bring its file back and "
@@ -53,18 +53,18 @@ WRONG_TYPE = "WRONGTYPE"
 """Redis's error word for a command on a key of another type."""
 
 CAUSES = {
-    WRONG_TYPE: "a key of Hone's holds something else, so another program writes into this "
-    "database: give Hone one of its own, or remove the key",
+    WRONG_TYPE: "a key of Hone has a value of another type, so another program writes into this "
+    "database: give Hone a database of its own, or remove the key",
     "OOM": "its memory is full: raise its maxmemory, or remove jobs that have ended (`hone rm`)",
     "READONLY": "it only answers reads: HONE_REDIS_URL leads to a replica; expected the primary",
     "MASTERDOWN": "it is a replica without its primary; expected HONE_REDIS_URL to lead to that",
     "UNBLOCKED": "it has just become a replica of another one; HONE_REDIS_URL leads to that soon",
     "LOADING": "it still reads its file, and answers once that is done",
     "MISCONF": "it cannot write its file: free some space on its disk, or look into its log",
-    "NOPERM": "its user may not do that: allow it all commands on keys that begin with hone:",
+    "NOPERM": "its user lacks permission: allow it all commands on keys that begin with hone:",
 }
-"""What to do, by the first word of Redis's error. For an error within a script, some versions put
-the word later."""
+"""The advice for an error, by the first word of Redis's error. For an error within a script, some
+versions put the word later."""
 
 NOT_PRIMARY = ("READONLY", "MASTERDOWN", "UNBLOCKED")
 """Errors that a demoted primary answers with."""
@@ -116,8 +116,8 @@ class Connection:
 
     async def differs(self) -> str | None:
         """Returns why this Redis must not be used; None if it is the accepted one."""
-        found = await self.reach(self.client.get(keys.STORE))
-        if self.refused or self.identity in (None, found):
+        identity = await self.reach(self.client.get(keys.STORE))
+        if self.refused or self.identity in (None, identity):
             return self.refused
         return REPLACED
 
@@ -148,7 +148,7 @@ class Connection:
             if error.code != "wrong_type":
                 raise
             raise UnreadableRecord(
-                f"{key!r} in Redis is not what Hone keeps there: a hash"
+                f"{key!r} in Redis is not a hash, which Hone stores there"
             ) from error
 
     async def do(self, command: Any) -> Any:
@@ -177,7 +177,8 @@ class Connection:
             return
         self._reconnect_at = now + RECONNECT_S
         for client in (self.client, self.beats, self.followers):
-            with contextlib.suppress(RedisError, OSError):  # a lost one breaks as it closes
+            with contextlib.suppress(RedisError, OSError):
+                # closing a lost connection raises an error
                 await client.connection_pool.update_active_connections_for_reconnect()
                 await client.connection_pool.disconnect(inuse_connections=False)
 
@@ -186,8 +187,8 @@ class Connection:
         list nor one of the job's keys."""
         kinds = keys.TYPES | (keys.types_of(job_id) if job_id else {})
         for key, kind in kinds.items():
-            if (found := await self.reach(self.client.type(key))) not in (kind, "none"):
-                return f"; {key!r} is a {found}, expected a {kind}"
+            if (actual := await self.reach(self.client.type(key))) not in (kind, "none"):
+                return f"; {key!r} is a {actual}, expected a {kind}"
         return ""
 
 
@@ -210,7 +211,7 @@ def _client(url: str, max_connections: int, retry: Retry) -> Any:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values as a script takes them: texts, in tables of one level, without None."""
+    """Returns the values as arguments of a script: texts, in tables of one level, without None."""
     return {name: _text(value) for name, value in values.items() if value is not None}
 
 
@@ -221,7 +222,7 @@ def _text(value: Any) -> Any:
 
 
 def _field(value: Any) -> str:
-    """Returns the value as a hash keeps it. A lone surrogate, which is no text, becomes `?`."""
+    """Returns the value as it is stored in a hash. A lone surrogate (invalid text) becomes `?`."""
     if isinstance(value, dict | Sequence) and not isinstance(value, str):
         return json.dumps(value)
     return str(value).encode(errors="replace").decode()
@@ -229,8 +230,8 @@ def _field(value: Any) -> str:
 
 def _word_of(error: RedisError) -> str | None:
     """Returns the word of CAUSES in the error; None if there is none."""
-    said = f"{error.status_code or ''} {error}"
-    return next((word for word in CAUSES if re.search(rf"\b{word}\b", said)), None)
+    text = f"{error.status_code or ''} {error}"
+    return next((word for word in CAUSES if re.search(rf"\b{word}\b", text)), None)
 
 
 def _unavailable(error: RedisError, word: str | None) -> StoreUnavailable:

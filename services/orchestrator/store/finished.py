@@ -1,11 +1,11 @@
-"""Stores the finished groups of steps that are being sampled, as they come. So a crash costs only
-the groups under way.
+"""Stores the groups of a step that is being sampled, each as soon as it is finished. So a crash
+costs only the groups under way.
 
     rollouts/000012.groups/000003.v11.msgpack    the third file, newest version that sampled any
 
-Groups that come together are one file, because each file waits for the disk. A file is complete or
-absent, and begins with a checksum. A step's groups are removed once its batch is stored; the batch
-is the truth from then on.
+Groups that finish together share one file, because each file waits for the disk. A file is complete
+or absent, and begins with a checksum. A step's groups are removed once its batch is stored; the
+batch is the truth from then on.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Place = tuple[int, int]
 
 
 class FinishedGroup(ScoredGroup):
-    """A stored group of a step. `learned` is the digest of what the job learns."""
+    """A stored group of a step. `learned` is the digest of the settings that decide learning."""
 
     learned: str
     schema_version: int = 1
 
     @property
     def versions(self) -> set[int]:
-        """The weight versions that sampled it."""
+        """The weight versions that sampled the group."""
         return {version for rollout in self.group.rollouts for version in rollout.versions}
 
     @property
     def has_samples(self) -> bool:
-        """Whether any rollout may be graded and trained on."""
+        """Whether the group has a rollout that may be graded and trained on."""
         return any(not rollout.went_wrong for rollout in self.group.rollouts)
 
-    def is_of(self, learned: str, prompt: Prompt) -> bool:
-        """Whether a job with the digest `learned` would sample the same: the same prompt, by the
-        same settings. Compares bytes, because a row may hold NaN, which equals nothing."""
+    def is_of(self, settings_digest: str, prompt: Prompt) -> bool:
+        """Whether the group was sampled for this prompt by a job with these settings. Compares
+        bytes, because a row may hold NaN, which equals nothing."""
         same_prompt = codec.pack(self.prompt) == codec.pack(prompt)
-        return same_prompt and self.learned == learned
+        return same_prompt and self.learned == settings_digest
 
 
 class FinishedGroups(Wire):
@@ -65,7 +65,7 @@ class FinishedGroups(Wire):
 
 
 def digest_of(job: Job) -> str:
-    """Returns a digest of what the job learns."""
+    """Returns the digest of the settings that decide what the job learns."""
     return xxhash.xxh3_64_hexdigest(json.dumps(learned(job)).encode())
 
 
@@ -74,7 +74,7 @@ def write(rollouts: Path, step: int, groups: Mapping[Place, FinishedGroup]) -> N
     sampled by some weights."""
     folder = _folder(rollouts, step)
     disk.make_folder(folder)
-    number = 1 + max((int(found[1]) for found, _ in _files(folder)), default=0)
+    number = 1 + max((int(match[1]) for match, _ in _files(folder)), default=0)
     version = max(version for group in groups.values() for version in group.versions)
     stored = FinishedGroups(places=tuple(groups), groups=tuple(groups.values()))
     data = codec.encode(stored, codec.MSGPACK)
@@ -99,8 +99,8 @@ def read(rollouts: Path, step: int) -> tuple[dict[Place, FinishedGroup], list[st
 def _stored(path: Path) -> FinishedGroups | str:
     """Returns the file's groups, or a sentence saying why it cannot be read."""
     data = path.read_bytes()
-    found, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
-    if found != checksum(data):
+    stored_checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    if stored_checksum != checksum(data):
         return f"the file of groups {str(path)!r} is damaged: its checksum differs"
     try:
         return codec.decode_tolerantly(FinishedGroups, data, codec.MSGPACK)
@@ -121,11 +121,11 @@ def forget_up_to(rollouts: Path, step: int) -> None:
 
 
 def forget_newer(rollouts: Path, version: int) -> None:
-    """Removes every file with a group that weights newer than `version` helped to sample. The
-    trainer went back, and will make other weights with the same numbers."""
+    """Removes every file with a group that weights newer than `version` helped to sample: the
+    trainer went back to that version, and will make other weights with the same numbers."""
     for _, folder in _step_folders(rollouts):
-        for found, path in _files(folder):
-            if int(found[2]) > version:
+        for match, path in _files(folder):
+            if int(match[2]) > version:
                 path.unlink(missing_ok=True)
 
 
@@ -135,14 +135,14 @@ def _folder(rollouts: Path, step: int) -> Path:
 
 def _step_folders(rollouts: Path) -> Iterator[tuple[int, Path]]:
     for folder in rollouts.glob("*.groups"):
-        if found := STEP_FOLDER.fullmatch(folder.name):
-            yield int(found[1]), folder
+        if match := STEP_FOLDER.fullmatch(folder.name):
+            yield int(match[1]), folder
 
 
 def _files(folder: Path) -> Iterator[tuple[re.Match[str], Path]]:
     for path in folder.glob("*.msgpack"):
-        if found := GROUPS_FILE.fullmatch(path.name):
-            yield found, path
+        if match := GROUPS_FILE.fullmatch(path.name):
+            yield match, path
 
 
 def checksum(data: bytes) -> bytes:

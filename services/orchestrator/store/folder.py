@@ -1,6 +1,6 @@
-"""The run folder: everything a job leaves behind, as files that outlive every service.
+"""The run folder: all files of a job, which outlive every service.
 
-    runs/<job>/job.json           the job as it was submitted; a folder without it is no job's
+    runs/<job>/job.json           the job as it was submitted; a folder without it belongs to no job
                redis              the identity of the Redis that has the job
                record.json        what a rebuilt record needs besides (`Note`): when it was
                                   submitted, with which key, and how it ended
@@ -70,13 +70,14 @@ from shared.wire import (
 )
 
 OF_SUBMISSION = ("created_at", "key", "fingerprint", "submitted_by", "weight")
-"""The fields that do not change after the submission."""
+"""The fields of a `Note` that do not change after the submission."""
 
 
 class Note(Wire):
-    """The record's state when a worker took the job up, or when the job ended. Times are Unix
-    seconds. `key` is the idempotency key of its submission, `fingerprint` the digest of the
-    submitted job; `submitted_by` and `weight` are as in `JobSummary`."""
+    """The fields of the job's record that a rebuilt one needs, as of when a worker took the job or
+    the job ended. Times are Unix seconds. `key` is the idempotency key of its submission,
+    `fingerprint` the digest of the submitted job; `submitted_by` and `weight` are as in
+    `JobSummary`."""
 
     created_at: float
     finished_at: float | None = None
@@ -134,7 +135,7 @@ class RunFolder:
         with writing("run folder", self.path):
             if not (self.path / SUBMITTED).exists():
                 return
-            with contextlib.suppress(FileNotFoundError):  # begun just now
+            with contextlib.suppress(FileNotFoundError):  # a worker has just begun the job
                 (self.path / SUBMITTED).replace(self.path / JOB)
             disk.flush(self.path)
 
@@ -194,8 +195,8 @@ class RunFolder:
         if not self.path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path.parent)
         raise Failed(
-            f"the run folder {str(self.path)!r} was removed or moved away, or its {JOB} was: "
-            "nothing more is written there",
+            f"the run folder {str(self.path)!r}, or its {JOB}, was removed or moved: nothing more "
+            "is written there",
             code="run_folder_gone",
         )
 
@@ -207,16 +208,16 @@ class RunFolder:
         if different:
             raise Conflict(
                 f"{str(file)!r} is of the same job id with another job: "
-                f"{'; '.join(different[:SHOWN_DIFFERENCES])}; to continue would not be faithful to "
-                "what is in the run folder: put it back as it was, or submit the job anew"
+                f"{'; '.join(different[:SHOWN_DIFFERENCES])}; continuing would contradict the "
+                "stored steps: restore that file, or submit the job again"
             )
 
     def _check_redis(self, redis: str | None) -> None:
         if redis and self.redis() not in (None, redis):
             raise Conflict(
                 "the job is in another Redis now, into which `hone recover` took it "
-                f"({str(self.path / REDIS)!r} names that one); continue with it there, or remove "
-                "the file if that Redis is no more"
+                f"({str(self.path / REDIS)!r} names that Redis); continue the job there, or remove "
+                "the file if that Redis no longer exists"
             )
 
     def redis(self) -> str | None:
@@ -229,8 +230,8 @@ class RunFolder:
         self._write(REDIS, redis.encode())
 
     def start_at(self, last_step: int) -> int | None:
-        """Returns the last recorded step up to `last_step`, or None if there is none. Drops the
-        records of later steps, which will be done again, their held-out completions, and the groups
+        """Returns the last recorded step up to `last_step`, or None if there is none. Removes the
+        records and held-out completions of later steps, which will be done again, and the groups
         that later weights sampled."""
         with self._writing():
             finished.forget_newer(self._rollouts, last_step)
@@ -250,15 +251,15 @@ class RunFolder:
         self._write("metrics.jsonl", b"".join(_metrics_line(rows[step]) for step in sorted(rows)))
 
     def write_spent(self, hours: float, cost: float) -> None:
-        """Notes the hours for which the job has had the services, and their cost, each unless more
-        is noted already. Does nothing without the folder."""
+        """Stores the hours for which the job has had the services, and their cost, unless a larger
+        value is stored already. Does nothing without the folder."""
         for name, spent, noted in zip((HOURS, COST), (hours, cost), self.spent(), strict=True):
             if self._is_there and spent > noted:
                 self._write(name, f"{spent!r}\n".encode())
 
     def spent(self) -> tuple[float, float]:
-        """Returns the noted hours for which the job has had the services, and its cost so far; 0
-        for what is not noted."""
+        """Returns the stored hours for which the job has had the services, and its cost so far; 0
+        if nothing is stored."""
         paths = self.path / HOURS, self.path / COST
         hours, cost = (float(path.read_text()) if path.exists() else 0.0 for path in paths)
         return hours, cost
@@ -288,7 +289,7 @@ class RunFolder:
         with self._writing(), (self.path / name).open("a+b") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a crash cut the line before
+                if file.read(1) != b"\n":  # a crash cut the previous line short
                     line = b"\n" + line
             file.write(line)
             file.flush()
@@ -297,11 +298,12 @@ class RunFolder:
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Returns the file's rows. Ignores a line that a crash cut short."""
         path = self.path / name
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for line in path.read_bytes().split(b"\n") if path.exists() else ():
-            with contextlib.suppress(ValueError):  # zeros are no JSON, or no text
-                found.append(json.loads(line))
-        return found
+            with contextlib.suppress(ValueError):
+                # a line of zeros, or a cut one, is neither valid text nor JSON
+                rows.append(json.loads(line))
+        return rows
 
     def write_held_out(self, name: str, step: int, rollouts: Sequence[GradedRollout]) -> None:
         """Stores completions of the evaluation of the held-out set `name` ("": `data.eval`) by the
@@ -352,13 +354,13 @@ class RunFolder:
         return [row for row in rows if row.step > after_step]
 
     def stamp(self) -> tuple[object, ...]:
-        """Returns what differs once the metrics, the syncs or the stored batches have changed."""
-        found = list[object](sorted(path.name for _, path in self._batch_files()))
+        """Returns a stamp that changes with the metrics, the syncs and the stored batches."""
+        state = list[object](sorted(path.name for _, path in self._batch_files()))
         for name in ("metrics.jsonl", SYNCS):
             with contextlib.suppress(FileNotFoundError):
                 stat = (self.path / name).stat()
-                found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return tuple(found)
+                state.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return tuple(state)
 
     def write_batch(self, batch: Batch) -> None:
         """Stores the step's batch. A graded batch replaces an ungraded one. Raises BatchExists if
@@ -368,7 +370,7 @@ class RunFolder:
         with self._writing():
             if not batch.graded:
                 disk.write_file(ungraded, data)
-                finished.forget(self._rollouts, batch.step)  # earlier steps may still be sampled
+                finished.forget(self._rollouts, batch.step)  # earlier steps may still be under way
                 return
             try:
                 disk.create_file(path, data)
@@ -411,12 +413,13 @@ class RunFolder:
                     path.unlink(missing_ok=True)
 
     def write_trained(self, tokens: TrainedTokens) -> None:
-        """Stores what the trainer said of the step's tokens. No run depends on it."""
+        """Stores the trainer's log-probs and entropies of the step's tokens, for readers only."""
         with self._writing():
             disk.write_file(self._trained_path(tokens.step), codec.pack(tokens))
 
     def trained(self, step: int) -> TrainedTokens | None:
-        """Returns what the trainer said of the step's tokens; None if it is not known."""
+        """Returns the trainer's log-probs and entropies of the step's tokens; None if not
+        stored."""
         try:
             data = self._trained_path(step).read_bytes()
             return codec.decode_tolerantly(TrainedTokens, data, codec.MSGPACK)
@@ -470,7 +473,7 @@ class RunFolder:
         return json.loads(path.read_bytes()) if path.exists() else None
 
     def _note(self, name: str, data: bytes) -> None:
-        """Writes a file, also into a folder that belongs to no job yet or any more."""
+        """Writes a file, also into a folder that is not yet, or no longer, a job's."""
         with writing("run folder", self.path):
             if self.path.is_dir():
                 disk.write_file(self.path / name, data)
@@ -506,8 +509,8 @@ class RunFolder:
 
     def _batch_files(self) -> Iterator[tuple[int, Path]]:
         for path in (self.path / "rollouts").glob("*.msgpack"):
-            if found := BATCH_FILE.fullmatch(path.name):
-                yield int(found[1]), path
+            if match := BATCH_FILE.fullmatch(path.name):
+                yield int(match[1]), path
 
     def _write(self, name: str, data: bytes) -> None:
         with self._writing():
@@ -519,13 +522,13 @@ def _same_prompt(rollout: GradedRollout, before: GradedRollout | None) -> bool:
 
 
 def _with_prompts(rollouts: Sequence[GradedRollout]) -> tuple[GradedRollout, ...]:
-    """Returns the rollouts, each with its prompt, which the first of a problem has in the file."""
-    found: list[GradedRollout] = []
+    """Returns the rollouts, each with its prompt, which the file has once per problem."""
+    with_prompts: list[GradedRollout] = []
     for each in rollouts:
-        if not each.prompt and found and _same_prompt(each, found[-1]):
-            each = each.model_copy(update={"prompt": found[-1].prompt})
-        found.append(each)
-    return tuple(found)
+        if not each.prompt and with_prompts and _same_prompt(each, with_prompts[-1]):
+            each = each.model_copy(update={"prompt": with_prompts[-1].prompt})
+        with_prompts.append(each)
+    return tuple(with_prompts)
 
 
 def _json(stored: BaseModel) -> bytes:
@@ -552,7 +555,7 @@ def _point(link: Path, target: str) -> None:
 
 
 def forget_pushed(run: Path, number: int) -> None:
-    """Removes the files of the pushed groups up to `number`, of which a batch is stored."""
+    """Removes the files of the pushed groups up to `number`, whose batch is stored."""
     for path in (run / PUSHED_FOLDER).glob("*.msgpack"):
         if path.stem.isdecimal() and int(path.stem) <= number:
             path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Which Redis has the jobs of a folder of runs, and how `hone recover` rebuilds records that Redis
-lost. Both folder and Redis keep the Redis's identity, so that a Redis that lost its data is not
-mistaken for the Redis of the jobs. The folder's note is by URL: several stacks, each with a Redis
-of its own, may share a folder of runs."""
+"""Identifies the Redis that has the jobs of a folder of runs, and rebuilds records that Redis lost
+(`hone recover`). Both folder and Redis keep the Redis's identity, so that a Redis that lost its
+data is not mistaken for the Redis of the jobs. The folder's note is by URL: several stacks, each
+with a Redis of its own, may share a folder of runs."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ async def _check_still(connection: Connection, runs_dir: Path) -> None:
     if noted not in (None, connection.identity):
         connection.refused = (
             f"the jobs of {str(runs_dir)!r} are in another Redis now, into which `hone recover` "
-            "took them, and this orchestrator still uses the Redis before; let "
-            "HONE_REDIS_URL lead to the other one, and start this orchestrator again"
+            "took them, and this orchestrator still uses the Redis before; point HONE_REDIS_URL "
+            "at the other one, and start this orchestrator again"
         )
 
 
@@ -74,8 +74,9 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
     """Returns why this Redis does not have the jobs of `runs_dir`, and refuses the connection. If
     it has them, returns None, opens the connection, and notes this Redis in the folder. Raises
     Failed for a folder that cannot be read or written."""
-    found, noted = await identify(connection), await asyncio.to_thread(_noted, connection, runs_dir)
-    is_another = noted not in (None, found)
+    identity = await identify(connection)
+    noted = await asyncio.to_thread(_noted, connection, runs_dir)
+    is_another = noted not in (None, identity)
     if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
         connection.refused = (
             "the Redis at HONE_REDIS_URL is not the Redis that had the jobs of "
@@ -85,17 +86,17 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
             "accepted, shown or run"
         )
     else:
-        adopt(connection, found, runs_dir)
+        adopt(connection, identity, runs_dir)
     return connection.refused
 
 
-def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
+def adopt(connection: Connection, identity: str, runs_dir: Path) -> None:
     """Notes in `runs_dir` that the Redis with this identity has its jobs."""
-    if _noted(connection, runs_dir) != found:
+    if _noted(connection, runs_dir) != identity:
         make_runs_dir(runs_dir)
         with writing("folder", runs_dir):
-            disk.write_file(_note(connection, runs_dir), found.encode())
-    connection.accept(found)
+            disk.write_file(_note(connection, runs_dir), identity.encode())
+    connection.accept(identity)
 
 
 def others(connection: Connection, runs_dir: Path) -> dict[str, Path]:
@@ -123,20 +124,20 @@ async def rebuild(
     """Makes a record for each run folder whose job has none, as `Store.recover` says. The Redis is
     noted as the jobs' Redis when all have a record, so a crash in between loses nothing. An
     idempotency key is remembered again for the rest of its `key_ttl_s`."""
-    found = await identify(connection)
-    connection.accept(found)
+    identity = await identify(connection)
+    connection.accept(identity)
     with_jobs = others(connection, runs_dir)
     jobs: dict[str, RecoveredJob] = {}
     for run in sorted(runs, key=lambda run: -(run.note.finished_at or 0.0)):  # newest first
         if run.job is None:
             jobs[run.id] = RecoveredJob(id=run.id, problem=run.problem)
         elif other := with_jobs.get(run.redis or ""):
-            why = f"is a job of another Redis; if that is no more, remove {str(other)!r} first"
+            why = f"is a job of another Redis; if that is gone, remove {str(other)!r} first"
             jobs[run.id] = RecoveredJob(id=run.id, problem=why)
         else:
             jobs[run.id] = await _rebuilt(connection, run, run.job, key_ttl_s)
     await connection.call("open")
-    adopt(connection, found, runs_dir)
+    adopt(connection, identity, runs_dir)
     return [jobs[run.id] for run in runs]
 
 
@@ -165,8 +166,8 @@ def _noted(connection: Connection, runs_dir: Path) -> str | None:
 async def _rebuilt(
     connection: Connection, run: FoundRun, job: Job, key_ttl_s: float
 ) -> RecoveredJob:
-    """Notes this Redis in the folder before the record is made, so that an interrupted run can
-    begin again. An unwritable folder is a problem of this job alone."""
+    """Writes this Redis's identity into the folder before the record is made, so that an
+    interrupted recovery can be repeated. An unwritable folder is a problem of this job alone."""
     redis = connection.identity
     if run.end is None and redis and run.redis != redis:
         try:

@@ -35,16 +35,18 @@ class Journal:
         await self._store.report(self._lease, "log", message, level="error")
 
     async def aside(self, message: str, warning: bool) -> None:
-        """Reports a message on which nothing depends, such as that a service is unreachable or
-        back. A failed report is no error for the caller: the heartbeat meets the same fault, and
-        decides."""
+        """Reports a message that nothing depends on, such as that a service is unreachable or
+        reachable again. A failure to report it is only logged: the heartbeat has the same failure
+        and handles it."""
         try:
             await (self.warn(message) if warning else self.log(message))
         except (LeaseLost, StoreUnavailable) as error:
-            get_logger().warning("not said to the job's followers", reason=str(error))
+            get_logger().warning(
+                "a message was not reported to the job's followers", reason=str(error)
+            )
 
     async def loaded(self, state: TrainerState, furthest: int) -> None:
-        """Reports that the trainer has the job, which had done step `furthest` before."""
+        """Reports that the trainer has loaded the job; `furthest` is the last step done before."""
         ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
         message = (
             f"the trainer has {state.num_parameters:,} parameters as {state.dtype}, {ranks} on "
@@ -130,10 +132,10 @@ def _steps(first: int, last: int) -> str:
 def _held_out(metrics: Mapping[str, float], metric: str) -> str:
     """Returns the metric of each held-out set, as `reward 0.512, 0.431 (hard)`, the latter of a
     named set; "" without any."""
-    found = [(HELD_OUT.fullmatch(name), value) for name, value in metrics.items()]
+    matches = [(HELD_OUT.fullmatch(name), value) for name, value in metrics.items()]
     shown = [
         f"{value:.3f} ({match[1]})" if match[1] else f"{value:.3f}"
-        for match, value in found
+        for match, value in matches
         if match and match[2] == metric
     ]
     return f"{metric} {', '.join(shown)}" if shown else ""

@@ -1,8 +1,8 @@
-"""Leases: the right of a worker with its job to use services for a while. A heartbeat renews
-the lease, and ends the work if that does not succeed in time.
+"""Leases: a worker's right to use a trainer and samplers for its job, for a limited time. A
+heartbeat renews the lease, and ends the work if it cannot renew it in time.
 
-While Redis cannot be reached no one tells the worker that it lost its lease. So it uses its own
-clock, and stops before Redis can give the trainer to another worker.
+While Redis is unreachable a worker cannot learn that it lost its lease. So it uses its own clock,
+and stops before Redis can give the trainer to another worker.
 
 A lease is on one trainer. It has an attempt, a number that grows with every lease of any worker. A
 worker with an old attempt or an expired lease is refused.
@@ -29,8 +29,8 @@ from shared.wire import PauseReason
 LeaseRequest = Literal["cancel", "pause"]
 
 MAX_INTERVAL_S = 1.0
-"""Seconds between two beats, short so that requests are heard soon. At most a fifth of the
-lease."""
+"""Seconds between two beats: short, so that a request to pause or cancel arrives soon. At most a
+fifth of the lease."""
 
 TIMEOUT = 0.2
 """Share of the lease after which a beat without an answer is sent again, on another connection."""
@@ -83,15 +83,15 @@ Beat = Callable[[Lease], Awaitable[LeaseRequest | None]]
 async def keep(beat: Beat, lease: Lease, taken_at: float, redis: Presence) -> LeaseRequest:
     """Renews the lease until a request (cancel or pause) comes, and returns it. Raises LeaseLost
     once another worker has the lease, NoHeartbeat once the last successful beat was sent a lease
-    ago, less the margin. `taken_at` (time.monotonic) is when the lease was asked for. `redis` is
-    told whether there was an answer."""
+    ago, less the margin. `taken_at` (time.monotonic) is when the lease was requested. `redis`
+    records whether beats are answered."""
     interval_s = min(MAX_INTERVAL_S, lease.lease_s / 5)
     renewed_at = taken_at
     while True:
         stop_at = renewed_at + lease.lease_s * (1 - MARGIN)
-        asked, renewed_at = await _beat_until(stop_at, beat, lease, interval_s, redis)
-        if asked:
-            return asked
+        request, renewed_at = await _beat_until(stop_at, beat, lease, interval_s, redis)
+        if request:
+            return request
         await asyncio.sleep(interval_s)
 
 
@@ -103,12 +103,12 @@ async def _beat_until(
     while (sent_at := time.monotonic()) < stop_at:
         try:
             async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
-                asked = await beat(lease)
+                request = await beat(lease)
             # The answer is reported to Redis, which may be unreachable again: no beat is sent then.
             with contextlib.suppress(TimeoutError, StoreUnavailable):
                 async with asyncio.timeout(lease.lease_s * TIMEOUT):
                     await redis.heard()
-            return asked, sent_at
+            return request, sent_at
         except (TimeoutError, StoreUnavailable) as error:
             reason = str(error) or "no answer to a heartbeat"
             get_logger().warning("no heartbeat", job=lease.job_id, reason=reason)
@@ -185,15 +185,16 @@ class WorkerSide:
         )
 
     async def hold(self, job_id: str, waits: str | None) -> bool:
-        """Notes what only this queued job waits for, as a sentence; None: nothing. Returns whether
-        it still waits for a worker."""
+        """Records, as a sentence, the dependency for which only this queued job waits; None: it
+        waits for none. Returns whether the job still waits for a worker."""
         return await self._call("hold", id=job_id, waits=waits) == "ok"
 
     async def beat(
         self, lease: Lease, doing: str | None = None, waits: str | None = None
     ) -> LeaseRequest | None:
-        """Renews the lease, and notes what the job does and waits for, if given. Returns the
-        pending request, if any. Tries once, as long as the caller waits. Raises LeaseLost."""
+        """Renews the lease, and records the job's activity and its missing dependency, if given.
+        Returns the pending request, if any. Sends one attempt, which lasts until the caller cancels
+        it. Raises LeaseLost."""
         answer = await self._call(
             "beat",
             lease_ms=int(lease.lease_s * 1000),
@@ -204,20 +205,20 @@ class WorkerSide:
         )
         if answer == "lost":
             raise LeaseLost(_lost(lease))
-        asked: dict[str, LeaseRequest] = {"cancel": "cancel", "pause": "pause"}
-        return asked.get(answer)
+        requests: dict[str, LeaseRequest] = {"cancel": "cancel", "pause": "pause"}
+        return requests.get(answer)
 
     async def halt(
         self, lease: Lease, why: str | None, pause_reason: PauseReason = "error"
     ) -> None:
         """Gives the lease back. The job is cancelled if that was requested, else paused for the
-        reason `why`, with its code. Without `why` it is paused if that was requested, and else
-        queued again at its old place. Raises LeaseLost."""
+        reason `why`, with the code `pause_reason`. Without `why` it is paused if that was
+        requested, and else queued again at its old place. Raises LeaseLost."""
         await self._by_worker("halt", lease, why=why, reason=pause_reason)
 
     async def leave(self, lease: Lease, because: str) -> None:
-        """As `halt` without a reason to pause, so that another attempt takes the job up. It counts
-        as a failed attempt; after MAX_TRIES in a row the job pauses. Raises LeaseLost."""
+        """Gives the lease back as `halt` without `why`, so that another attempt takes the job. This
+        one counts as failed; after MAX_TRIES in a row the job pauses. Raises LeaseLost."""
         await self._by_worker("halt", lease, left_because=because)
 
     async def report(

@@ -1,5 +1,5 @@
-"""Pages of jobs, and the places of waiting jobs in the queue. And what the routes that only read
-need of the store, which run folders alone give them too (`Readable`)."""
+"""Pages of jobs, and the places of waiting jobs in the queue. And `Readable`: the part of the store
+that read-only routes use, which can also be served from run folders alone."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shared.wire import Checkpoint, Event, JobList, JobRecord, JobSummary, Obsta
 S = TypeVar("S", bound=JobSummary)
 
 CURSOR = re.compile(r"([^:]+):([0-9]{1,10}(?:\.[0-9]{1,20})?)")
-"""A job's id and its score among the jobs (Unix seconds). The score gives its place even when the
-job was deleted."""
+"""A job's id and its score among the jobs (Unix seconds). The score finds the place in the list
+even if the job was deleted."""
 
 
 @dataclass(frozen=True)
 class JobFilter:
     """The filter of a list: jobs that match every given field. `metadata` are names and values that
     a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape;
-    `by_caller`: the caller submitted it, so that no one else's job can take the place of its own. A
-    caller whose key may see its own jobs alone wants no others."""
+    `by_caller`: the caller's API key submitted it, which excludes jobs of the same name by other
+    keys. A key of access "own" sees only its own jobs anyway."""
 
     status: str | None = None
     name: str | None = None
@@ -94,17 +94,17 @@ class Lists:
         may_wait = [record.id for record in records if record.status in ("queued", "running")]
         if not may_wait:
             return tuple(records)
-        found = json.loads(await self._call("waiting", ids=" ".join(may_wait)))
+        waiting = json.loads(await self._call("waiting", ids=" ".join(may_wait)))
         waits_for = {
             trainer: Obstacle.model_validate(obstacle)
-            for trainer, obstacle in sorted(found["obstacles"].items())
+            for trainer, obstacle in sorted(waiting["obstacles"].items())
         }
         beside = {
             job_id: tuple(other for other in jobs if other != job_id)
-            for jobs in found["sharing"].values()
+            for jobs in waiting["sharing"].values()
             for job_id in jobs
         }
-        if own_jobs_of():  # of the others not even their names
+        if own_jobs_of():  # the names of other keys' jobs are not shown
             beside, nameless = {}, Obstacle(away="it has other jobs")
             waits_for = {
                 trainer: nameless if obstacle.job else obstacle
@@ -112,7 +112,7 @@ class Lists:
             }
 
         def shown(record: S) -> S:
-            if record.id in may_wait and (place := found["places"].get(record.id)):
+            if record.id in may_wait and (place := waiting["places"].get(record.id)):
                 return record.model_copy(update={"place": place, "waits_for": waits_for})
             if others := beside.get(record.id):
                 return record.model_copy(update={"shares_with": others})
@@ -122,13 +122,13 @@ class Lists:
 
 
 def _cursor(after: str | None) -> tuple[str | None, str | None]:
-    """Returns the id of the job to list jobs after, and when it was made, which a cursor and almost
-    any id tell. After a deleted job, a list may show jobs again that were made within the same
-    second."""
+    """Returns the id of the job to list jobs after, and when it was made: a cursor and almost any
+    id contain the time. After a deleted job, a list may show jobs again that were made within the
+    same second."""
     if after is None:
         return None, None
-    if found := CURSOR.fullmatch(after):
-        return found[1], found[2]
+    if match := CURSOR.fullmatch(after):
+        return match[1], match[2]
     time_s = time_of(after)
     return after, None if time_s is None else str(time_s + 2)
 
@@ -143,11 +143,11 @@ class Readable(Protocol):
     ) -> JobList: ...
 
     async def status(self, job_id: str) -> str | None:
-        """Returns the job's status; None if it is gone."""
+        """Returns the job's status; None if there is no such job any more."""
         ...
 
     async def doing(self, job_id: str) -> str | None:
-        """Returns what a running job does."""
+        """Returns the activity of a running job, as a sentence."""
         ...
 
     async def events(

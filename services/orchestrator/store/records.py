@@ -1,6 +1,6 @@
-"""A job's record: what a submission stores, and how a stored hash becomes the API's models.
-Another version of Hone may have written it. And jobs as their run folders have them, to rebuild a
-lost record."""
+"""A job's record: the fields that a submission stores, and the conversion of a stored hash, which
+another version of Hone may have written, to the API's models. And the jobs in run folders, from
+which lost records are rebuilt."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ RANDOM_DIGITS = 13
 
 
 class UnreadableRecord(Failed):
-    """This version of Hone cannot read what is stored of the job."""
+    """This version of Hone cannot read the job's record."""
 
 
 @dataclass(frozen=True)
 class Submission:
     """A job to be submitted, with its run folder in `runs_dir`. `key` is the idempotency key;
-    `data` are the versions of its data. `asked` is the job as it was sent, if keys were computed
-    for it since. `warnings` are its probable mistakes, and `by` is the API key that submits it.
-    Times are Unix seconds."""
+    `data` are the versions of its data. `asked` is the job as it was sent, if computed keys were
+    added to it since. `warnings` are its probable mistakes, and `by` is the API key that submits
+    it. Times are Unix seconds."""
 
     job: Job
     runs_dir: Path
@@ -213,8 +213,8 @@ def event_of(job_id: str, id: str, fields: Mapping[str, str]) -> Event:
 
 def check_event_id(id: str, name: str) -> None:
     """Raises BadRequest, naming the parameter, for an id that Redis would refuse."""
-    found = EVENT_ID.fullmatch(id)
-    if not found or any(int(part or 0) > MAX_ID_PART for part in found.groups()):
+    match = EVENT_ID.fullmatch(id)
+    if not match or any(int(part or 0) > MAX_ID_PART for part in match.groups()):
         raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
 
 
@@ -234,8 +234,8 @@ def new_job_id(name: str) -> str:
 
 
 def time_of(job_id: str) -> int | None:
-    """Returns when the id was made, in Unix seconds; None for an id that `new_job_id` did not
-    make."""
+    """Returns the time at which the id was made, in Unix seconds; None for an id that `new_job_id`
+    did not make."""
     digits = job_id.rpartition("-")[2]
     if len(digits) != TIME_DIGITS + RANDOM_DIGITS or not set(digits) <= set(ALPHABET):
         return None
@@ -253,7 +253,7 @@ def _digits(number: int, count: int) -> str:
 
 End = Literal["succeeded", "failed", "cancelled"]
 
-WAS_DELETED = "was deleted; its run folder is left"
+WAS_DELETED = "was deleted; its run folder was kept"
 
 
 UNKNOWN = Note(created_at=0.0, status="running")
@@ -289,12 +289,12 @@ class FoundRun:
 
 
 NO_JOB = (
-    "{path!r} has no job.json, so what its job was is not known; put that file back, or submit a "
-    "job whose model is one of the checkpoints that are left"
+    "{path!r} has no job.json, so its job is not known; restore that file, or submit a job whose "
+    "model is one of the remaining checkpoints"
 )
 
 RESULTS = (CHECKPOINTS, "metrics.jsonl", "rollouts")
-"""Files of a job that has begun."""
+"""Files that exist in the folder of a job that has begun."""
 
 
 def find_runs(runs_dir: Path) -> list[FoundRun]:
@@ -305,7 +305,7 @@ def find_runs(runs_dir: Path) -> list[FoundRun]:
         for path in sorted(runs_dir.resolve().glob("*/"))
         if re.fullmatch(JOB_ID, path.name) and not path.is_symlink()
     ]
-    return [found for folder in folders if (found := _deleted(folder) or find_run(folder))]
+    return [run for folder in folders if (run := _deleted(folder) or find_run(folder))]
 
 
 def _deleted(folder: Path) -> FoundRun | None:
@@ -324,7 +324,7 @@ def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
 
 
 def find_run(folder: Path) -> FoundRun | None:
-    """Returns the job of a run folder, also of a deleted job; None for a folder of no job."""
+    """Returns the job of a run folder, also a deleted job; None if the folder belongs to no job."""
     if (folder / JOB).exists():
         return _read(folder)
     if any((folder / name).exists() for name in RESULTS):

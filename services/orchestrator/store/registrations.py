@@ -19,14 +19,14 @@ SAMPLER_REGISTRATION_S = 15.0
 pause of its process; meanwhile other samplers take its groups."""
 
 REGISTER_TRAINER_S = 2.0
-"""Seconds between two registrations by a worker of its trainer."""
+"""Seconds between two registrations of a trainer by its worker."""
 
 TRAINER_REGISTRATION_S = 10.0
 """Seconds that a trainer's registration lasts: as long as an orchestrator takes to restart.
 Meanwhile an interrupted job is left to its own trainer, if that is free, because only that trainer
-has the job's latest state: another one would repeat the steps since the newest checkpoint. It is
-not longer, because an orchestrator that restarts with another host name, as a container does, would
-count twice."""
+has the job's latest state: another trainer would repeat the steps since the newest checkpoint. A
+longer time would count an orchestrator twice that restarts with another host name, as a container
+does."""
 
 
 class SamplerRegistrations:
@@ -58,8 +58,8 @@ class SamplerRegistrations:
 
     async def all(self) -> list[RegisteredSampler]:
         """Returns the samplers whose registration has not expired, by name."""
-        found = json.loads(await self._call("samplers"))
-        return [_sampler(*each) for each in sorted(found)]
+        rows = json.loads(await self._call("samplers"))
+        return [_sampler(*each) for each in sorted(rows)]
 
     async def urls(self) -> list[str]:
         return [sampler.url for sampler in await self.all()]
@@ -67,7 +67,8 @@ class SamplerRegistrations:
 
 @dataclass(frozen=True)
 class RegisteredTrainer:
-    """`missing` says what its jobs lack, None: nothing. `free`: it takes a job now."""
+    """`missing` is a sentence about the dependency that its jobs lack; None: they lack none.
+    `free`: it takes a job now."""
 
     trainer: str
     missing: str | None = None
@@ -89,7 +90,8 @@ class TrainerRegistrations:
         the samplers, and why they take no job (`missing`). Returns how many jobs wait to begin."""
         registration = {"trainer": trainer, "samplers": " ".join(samplers)}
         away = {"away": missing} if missing else {}
-        # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
+        # Without ASCII escapes: Redis cannot decode the escape of a lone surrogate, which becomes
+        # `?`.
         answer = await self._call(
             "register_trainer",
             name=name,
@@ -99,10 +101,8 @@ class TrainerRegistrations:
         return int(answer)
 
     async def all(self) -> list[RegisteredTrainer]:
-        found = json.loads(await self._call("trainers"))
-        return [
-            RegisteredTrainer(each["trainer"], each.get("away"), each["free"]) for each in found
-        ]
+        rows = json.loads(await self._call("trainers"))
+        return [RegisteredTrainer(each["trainer"], each.get("away"), each["free"]) for each in rows]
 
 
 def _sampler(replica: str, text: str, left_ms: int) -> RegisteredSampler:
@@ -127,8 +127,8 @@ class Removals:
         self._ttl_s = ttl_s
 
     async def add(self, file: UploadedFile) -> None:
-        """Lets no further job be submitted with the uploaded file. Raises Conflict while a job that
-        has not ended names it."""
+        """Rejects further jobs that name the uploaded file. Raises Conflict while a job that has
+        not ended names it."""
         answer = await self._call(
             "remove_file", file=file.id, created_at=file.created_at, removed_ttl_s=self._ttl_s
         )
@@ -140,14 +140,14 @@ class Removals:
             )
 
     async def undo(self, file_id: str) -> None:
-        """Lets jobs be submitted again with a file that was removed and uploaded again."""
+        """Accepts jobs again that name a file which was removed and uploaded again."""
         await self._do(self._redis.delete(keys.REMOVED + file_id))
 
     async def created_at(self, file_id: str) -> int | None:
         """Returns when a removed file had been made, in Unix seconds; None if the file was not
         removed."""
-        found = await self._do(self._redis.get(keys.REMOVED + file_id))
-        return None if found is None else int(found)
+        created_at = await self._do(self._redis.get(keys.REMOVED + file_id))
+        return None if created_at is None else int(created_at)
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class Use:
     status: str
 
 
-def uses_below(folder: Path, found: Iterable[tuple[str, str, str]]) -> list[Use]:
-    """Returns the uses of models in `folder`. `found` are each model, its job's id and status."""
+def uses_below(folder: Path, models: Iterable[tuple[str, str, str]]) -> list[Use]:
+    """Returns the uses of models in `folder`. `models`: each model, its job's id and status."""
     folder = folder.resolve()
-    uses = [Use(Path(model).resolve(), job_id, status) for model, job_id, status in found]
+    uses = [Use(Path(model).resolve(), job_id, status) for model, job_id, status in models]
     return [use for use in uses if use.path.is_relative_to(folder)]

@@ -1,7 +1,7 @@
 """Keeps a job's run folder in agreement with its record in Redis. A job is accepted once it is in
-both, so that `hone recover` finds it even if Redis lost it before it began; and its end is noted in
-the folder, so that a rebuilt record has it. And serves the files of its checkpoints: those in the
-manifest that the trainer wrote with them."""
+both, so that `hone recover` finds it even if Redis lost it before it began. The job's end is
+written into the folder, so that a rebuilt record has it. Also serves the files of checkpoints: the
+files in the manifest that the trainer wrote."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
 
 
 async def check_allowed(store: Store, job: Job, runs_dir: Path, present: Job | None = None) -> None:
-    """Says what a key for its own jobs may ask for, in whichever request. Raises NotFound for a
+    """Checks what a request by a key of access "own" names, in any route. Raises NotFound for a
     path in a run folder of a job that it may not see, as for a job that does not exist; and
-    Forbidden for a priority that other keys' jobs would wait for. What the `present` job has
+    Forbidden for a priority higher than that of other keys' jobs. What the `present` job has
     already may stay."""
     if (name := own_jobs_of()) is None:
         return
     most = max(0, present.priority if present else 0)
     if job.priority > most:
         raise Forbidden(
-            f"priority is {job.priority}, expected {most} or less: key {name!r} is for its own "
-            "jobs alone, and others' would wait"
+            f"priority is {job.priority}, expected {most} or less: key {name!r} has access 'own', "
+            "and jobs of other keys would wait"
         )
     root = runs_dir.resolve()
     for named in _named_paths(job) - (_named_paths(present) if present else set()):
@@ -84,23 +84,23 @@ async def check_allowed(store: Store, job: Job, runs_dir: Path, present: Job | N
 
 
 def _named_paths(job: Job) -> set[str]:
-    """Returns all that may be a path of this host: models, the first checkpoint, and files of
-    data."""
+    """Returns all values that may be a path on this host: models, the first checkpoint, and files
+    of data."""
     held_out = (each.source for each in job.evaluation.sets.values())
-    found = (
+    values = (
         job.model,
         *(each.model for each in job.evaluated_models),
         job.training.start_from,
         *(job.data.train, job.data.eval),
         *held_out,
     )
-    return {one for one in found if isinstance(one, str) and "\0" not in one}
+    return {one for one in values if isinstance(one, str) and "\0" not in one}
 
 
-async def complete_submission(store: Store, asked: Job, key: str | None) -> JobRecord | None:
+async def complete_submission(store: Store, job: Job, key: str | None) -> JobRecord | None:
     """Returns and raises as `Store.submitted`. Completes the run folder, because the submission may
     have been interrupted. Raises Busy for a new job of an API key that has as many as it may."""
-    record = await store.submitted(asked, key)
+    record = await store.submitted(job, key)
     if record:
         await _written(RunFolder(Path(record.run_dir)).submitted)
     else:
@@ -131,8 +131,8 @@ async def remove_unsubmitted(store: Store, runs_dir: Path) -> None:
 
 async def note_end(store: Store, job_id: str) -> None:
     """Notes in the run folder, if it exists, how the job has ended. Faults are only logged, because
-    the job has ended; a record rebuilt without the note would be paused. A hanging disk keeps
-    no one waiting: the note is then made at the next start."""
+    the job has ended; a record rebuilt without the note would be paused. If the disk hangs, the
+    caller does not wait: the note is then written at the next start."""
     try:
         note = await store.note(job_id)
         if note.has_ended:
@@ -157,7 +157,7 @@ async def note_ends(store: Store) -> None:
 
 
 async def cancel(store: Store, job_id: str) -> JobState:
-    """As `Store.cancel`, and notes the end if the job has ended."""
+    """Cancels as `Store.cancel`, and writes the end into the run folder if the job has ended."""
     state = await store.cancel(job_id)
     if state.status == "cancelled":
         await note_end(store, job_id)
@@ -165,7 +165,7 @@ async def cancel(store: Store, job_id: str) -> JobState:
 
 
 async def cancel_if_active(store: Store, job_id: str) -> JobState:
-    """As `cancel`, but raises no error for a job that has ended otherwise."""
+    """Cancels as `cancel`, but raises no error for a job that has already ended."""
     try:
         return await cancel(store, job_id)
     except Conflict:
@@ -186,7 +186,7 @@ async def _written(write: Callable[[], None], within_s: float = WRITTEN_WITHIN_S
 
 
 async def _discard(folder: RunFolder) -> None:
-    """Removes the folder. A folder that cannot be removed now counts as no job's, and is removed
+    """Removes the folder. A folder that cannot be removed now belongs to no job, and is removed
     later."""
     try:
         await _written(folder.discard, DISCARDED_WITHIN_S)
@@ -196,7 +196,7 @@ async def _discard(folder: RunFolder) -> None:
 
 
 async def _note_missing_end(store: Store, job_id: str) -> None:
-    """Notes one job's end. A fault of this job does not hold up the others."""
+    """Notes one job's end. A fault of this job does not delay the other ones."""
     try:
         folder = await store.ended_run_dir(job_id)
         if folder and not await asyncio.to_thread(_is_noted, RunFolder(folder)):
@@ -236,7 +236,7 @@ def files_of(folder: Path) -> tuple[CheckpointFile, ...]:
         text = (folder / MANIFEST).read_bytes()
         files = _FILES.validate_python(json.loads(text)["files"])
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFound(f"the checkpoint {str(folder)!r} is not there any more") from error
+        raise NotFound(f"the checkpoint {str(folder)!r} no longer exists") from error
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         why = f"{type(error).__name__}: {error}"
         raise Failed(f"{str(folder / MANIFEST)!r} cannot be read: {why:.300}") from error
@@ -258,7 +258,7 @@ def path_of(folder: Path, name: str) -> Path:
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFound(f"{str(path)!r} is not there any more") from error
+        raise NotFound(f"{str(path)!r} no longer exists") from error
     if size != sizes[name]:
         raise Failed(
             f"{str(path)!r} is damaged: it has {size} bytes; expected {sizes[name]}, as the "
@@ -301,7 +301,7 @@ def _check_fits(job: Job, start: str, folder: Path, runs_dir: Path) -> None:
 
 
 def _adapter(job: Job) -> str:
-    """Returns what of a job's adapter a checkpoint has to fit."""
+    """Returns the properties of the job's adapter that a checkpoint must share."""
     if (lora := job.lora) is None:
         return "all weights"
     layers = lora.target_modules

@@ -1,5 +1,6 @@
-"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (keys.py), which a
-retry does not repeat. The methods for workers are in leases.py.
+"""Jobs in Redis. READ FIRST. A job's hash is the only authoritative copy. Every change is one
+atomic script (keys.py), whose effect a retry does not repeat. The methods for workers are in
+leases.py.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Store(WorkerSide, Lists):
         self.samplers = SamplerRegistrations(connection)
         self.trainers = TrainerRegistrations(connection)
         self.removals = Removals(connection, KEY_TTL_S)
-        self._deciding = asyncio.Lock()  # which Redis is used
-        self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
+        self._deciding = asyncio.Lock()  # held while the Redis to use is decided
+        self._watch: asyncio.Task[None] | None = None  # checks that it still has the jobs
         self._redis, self._followers = connection.client, connection.followers
         self._do, self._hash = connection.do, connection.hash
 
@@ -99,10 +100,10 @@ class Store(WorkerSide, Lists):
         Redis that lost its data is not used. Raises Unavailable if Redis cannot be reached,
         BadRequest if its configuration may lose data."""
         for key, wanted in REQUIRED.items():
-            found = (await self._do(self._redis.config_get(key))).get(key)
-            if found != wanted:
+            value = (await self._do(self._redis.config_get(key))).get(key)
+            if value != wanted:
                 raise BadRequest(
-                    f"Redis has {key} {found!r}, so it can lose jobs; set '{key} {wanted}' and "
+                    f"Redis has {key} {value!r}, so it can lose jobs; set '{key} {wanted}' and "
                     "start again"
                 )
         self._connection.accept(await identity.identify(self._connection))
@@ -113,13 +114,13 @@ class Store(WorkerSide, Lists):
         it has. Then, or once the jobs are taken to another Redis, it is not used."""
         async with self._deciding:
             refused = self._connection.refused
-            found = await identity.check(self._connection, runs_dir)
-            if refused and not found:
+            usable = await identity.check(self._connection, runs_dir)
+            if refused and not usable:
                 await self._call("open")
             self._watch = self._watch or asyncio.create_task(
                 identity.watch(self._connection, runs_dir, self._deciding)
             )
-            return found
+            return usable
 
     def unmounted(self, runs_dir: Path) -> str | None:
         """Returns why `runs_dir` is not the folder of the jobs' run folders; None if it is. Waits
@@ -171,11 +172,11 @@ class Store(WorkerSide, Lists):
             raise BadRequest(f"the uploaded file {file!r} was removed while the job was submitted")
         return await self.get(_same(key, answer, fingerprint))
 
-    async def submitted(self, asked: Job, key: str | None) -> JobRecord | None:
-        """Returns the job `asked` that was submitted with the key, None if none was. Raises
+    async def submitted(self, job: Job, key: str | None) -> JobRecord | None:
+        """Returns the record of the job if it was submitted with the key, None if not. Raises
         Conflict for a key that was used for another job or withdrawn."""
         answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
-        return await self.get(_same(key, answer, fingerprint_of(asked))) if answer else None
+        return await self.get(_same(key, answer, fingerprint_of(job))) if answer else None
 
     async def check_quota(self) -> None:
         """Raises Busy if `submit` would, so that a job is not checked in vain."""
@@ -194,9 +195,9 @@ class Store(WorkerSide, Lists):
         )
 
     async def withdraw(self, key: str) -> str | None:
-        """From now on no job can be submitted with the key. Returns the id of the job that was
-        submitted with the key, None if none was. Raises Busy for an API key that has withdrawn
-        MAX_WITHDRAWN within a day: each is remembered so long."""
+        """Withdraws the key: from now on no job can be submitted with it. Returns the id of the job
+        that was submitted with the key, None if none was. Raises Busy for an API key that has
+        withdrawn MAX_WITHDRAWN within a day: each is remembered so long."""
         by, most = caller_name() or None, MAX_WITHDRAWN
         answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S, by=by, most=most)
         if answer == "full":
@@ -241,8 +242,8 @@ class Store(WorkerSide, Lists):
         return await self._do(self._redis.hget(keys.job(job_id), "status"))
 
     async def doing(self, job_id: str) -> str | None:
-        """Returns what a running or waiting job does; None if nothing is known, or there is no such
-        job."""
+        """Returns the activity of a running or waiting job; None if it is not known, or there is no
+        such job."""
         try:
             record = await self.get(job_id)
         except (NotFound, UnreadableRecord):
@@ -272,8 +273,8 @@ class Store(WorkerSide, Lists):
     async def pause(self, job_id: str, why: str = "") -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
         `why` is the error that is shown if it is paused now; without one it was requested. Pausing
-        again changes nothing. A program's model that made room for another job is paused on request
-        from now on. Raises Conflict if the job has ended."""
+        again changes nothing. A program's model that was preempted by another job counts as paused
+        on request from now on. Raises Conflict if the job has ended."""
         before = await self._call("pause", id=_known(job_id), why=why)
         if before in TERMINAL:
             raise Conflict(
@@ -294,7 +295,7 @@ class Store(WorkerSide, Lists):
         return await self.state(job_id)
 
     async def resume_preempted(self, job_id: str) -> None:
-        """Queues the job again if it made room for another one, and no one has paused it since."""
+        """Queues the job again if it was preempted, and has not been paused since."""
         await self._call("resume", id=_known(job_id), preempted=True)
 
     async def ended_run_dir(self, job_id: str) -> Path | None:
@@ -302,7 +303,7 @@ class Store(WorkerSide, Lists):
         Conflict for a job that has not ended."""
         try:
             fields = await self._hash(keys.job(_known(job_id)))
-        except UnreadableRecord:  # no record at all; `delete` removes the remains
+        except UnreadableRecord:  # there is no record; `delete` removes what remains
             return None
         if "status" in fields and fields["status"] not in TERMINAL:
             raise _not_ended(job_id, fields["status"])
@@ -340,12 +341,12 @@ class Store(WorkerSide, Lists):
     async def newest_events(self, job_id: str, before: str | None, limit: int) -> list[Event]:
         """Returns up to `limit` events, newest first, older than event `before`."""
         if before and is_first_id(before):
-            return []  # Redis has no id before it
+            return []  # no id comes before it
         latest = f"({before}" if before else "+"
-        found = await self._do(
+        entries = await self._do(
             self._redis.xrevrange(keys.events(job_id), max=latest, min="-", count=limit)
         )
-        return [event_of(job_id, id, fields) for id, fields in found]
+        return [event_of(job_id, id, fields) for id, fields in entries]
 
     async def ended_ids(self) -> list[str]:
         """Returns the ids of the ended jobs, the latest first."""
@@ -353,15 +354,17 @@ class Store(WorkerSide, Lists):
 
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Returns all checkpoints that were ever reported, by step."""
-        found = [json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()]
-        checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
+        entries = [
+            json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()
+        ]
+        checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in entries]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     async def models_below(self, folder: Path) -> Sequence[Use]:
         """Returns the models in `folder`, or below, of jobs that have not ended. Links are
         followed."""
-        found: Sequence[tuple[str, str, str]] = json.loads(await self._call("used_models"))
-        return await asyncio.to_thread(uses_below, folder, found)
+        models: Sequence[tuple[str, str, str]] = json.loads(await self._call("used_models"))
+        return await asyncio.to_thread(uses_below, folder, models)
 
 
 def _known(job_id: str) -> str:

@@ -1,4 +1,4 @@
-"""The sandbox as the rest of the service sees it, and the self-test of a sandbox at its start."""
+"""The sandbox as the service sees it, and a sandbox's self-test at its start. READ FIRST."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What vLLM is started with: arguments for this machine, under which its log-probs are the ones
-that the trainer needs; and the model's tokenizer."""
+"""The arguments with which vLLM is started on this machine, so that its log-probs are as the
+trainer needs them; and the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ CPU_SEQUENCES = 256
 
 CPU_BLOCK = 32
 """Tokens of a block of the cache on a CPU, the fewest for which vLLM's kernels are fast. Prompts
-share whole blocks, and by vLLM's default there, 128, a shorter prompt would be computed again for
+share whole blocks, and with vLLM's default there, 128, a shorter prompt would be computed again for
 each completion of its group."""
 
 LORA_RANKS = sorted(get_args(MaxLoRARanks))
 """The ranks of adapters that vLLM can be started for."""
 
 LORA_DTYPES = frozenset({"float16", "bfloat16"})
-"""The dtypes that vLLM's GPU kernels for adapters take. Another dtype ends the engine. The kernels
-for a CPU take all."""
+"""The dtypes that vLLM's GPU kernels for adapters take. Another dtype crashes the engine. The
+kernels for a CPU support all dtypes."""
 
 MAX_OLD_ADAPTERS = 65
 """The most versions of one adapter that requests may still name: one for each step of staleness.
 vLLM keeps them in host memory and moves one to the device when a request needs it."""
 
 EMPTY = "<|endoftext|>"
-"""The only token that an empty byte-level tokenizer of transformers has."""
+"""The only token of an empty byte-level tokenizer of transformers."""
 
 EXPECTED = "expected tokenizer.json, or what it is made from, beside config.json"
 
@@ -67,7 +67,7 @@ def engine_args(
         tokenizer=spec.model,
         tokenizer_revision=spec.revision,
         dtype=choose_dtype(spec.dtype),
-        # vLLM's default is None too
+        # None is vLLM's default
         max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]
         seed=spec.seed,
         max_num_seqs=settings.max_num_seqs,
@@ -77,7 +77,7 @@ def engine_args(
         else ProcessPerDeviceExecutor,
         worker_extension_cls="services.rollout.on_vllm.inside_worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
-        max_logprobs=-1,  # distillation by TRL asks for the 100 likeliest tokens
+        max_logprobs=-1,  # distillation by TRL requests the 100 likeliest tokens
         # Else the model's own defaults would silently set temperature and top_p.
         generation_config="vllm",
         enable_prefix_caching=True,
@@ -134,7 +134,7 @@ def check_devices(num_ranks: int, num_visible: int) -> None:
 
 
 def takes_adapters(args: AsyncEngineArgs) -> bool:
-    """Returns whether vLLM has LoRA for the model's architecture, and for its dtype on this
+    """Returns whether vLLM supports LoRA for the model's architecture, and for its dtype on this
     machine."""
     if not current_platform.is_cpu() and args.dtype not in LORA_DTYPES:
         return False
@@ -149,8 +149,8 @@ def can_sleep(settings: Settings) -> bool:
 
 
 def gives_masks(spec: EngineSpec, settings: Settings) -> bool:
-    """Returns whether the engine says which tokens a constraint allowed. On a CPU that costs
-    nothing without constraints; on a GPU vLLM samples all requests another way then."""
+    """Returns whether the engine returns the tokens that a constraint allowed. On a CPU this has no
+    cost without constraints; on a GPU vLLM then samples all requests in another way."""
     return spec.sampling_masks or (current_platform.is_cpu() and settings.tensor_parallel_size == 1)
 
 
@@ -163,19 +163,19 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
         args.scheduler_cls = MaskingScheduler
     else:
         raise BadRequest(
-            "the job samples from parts of the vocabulary (sampling.top_p, top_k or min_p), and on "
-            "a CPU the sampler can say which only with HONE_TENSOR_PARALLEL_SIZE 1; got "
-            f"{args.tensor_parallel_size}. To train without, set "
+            "the job samples from parts of the vocabulary (sampling.top_p, top_k or min_p), and "
+            "on a CPU the sampler can return these only with HONE_TENSOR_PARALLEL_SIZE 1; got "
+            f"{args.tensor_parallel_size}. To train without them, set "
             'correction.truncated_sampling = "accept"'
         )
 
 
-def choose_dtype(asked: Dtype) -> Dtype:
+def choose_dtype(setting: Dtype) -> Dtype:
     """Returns the dtype to serve in on this hardware, by the same rule as the trainer
     (`shared/weights/architectures.py`)."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     chosen = architectures.choose_dtype(
-        asked,
+        setting,
         capability=None if capability is None else (capability.major, capability.minor),
         cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()
         or torch.cpu._is_amx_tile_supported(),
@@ -196,12 +196,11 @@ def load_tokenizer(spec: EngineSpec) -> Any:
             f"the tokenizer in {spec.model!r} cannot be loaded: {type(error).__name__}: {error}; "
             f"{EXPECTED}"
         ) from error
-    # Without its files transformers makes an empty tokenizer, which has special tokens at most.
+    # Without tokenizer files transformers makes an empty tokenizer, which has only special tokens.
     special = set(tokenizer.added_tokens_encoder) | set(tokenizer.all_special_tokens)
     if set(tokenizer.get_vocab()) <= special | {EMPTY}:
         raise BadRequest(
-            f"the model {spec.model!r} has no tokenizer: it knows no token but special ones; "
-            f"{EXPECTED}"
+            f"the model {spec.model!r} has no tokenizer: it has only special tokens; {EXPECTED}"
         )
     return tokenizer
 
@@ -209,6 +208,6 @@ def load_tokenizer(spec: EngineSpec) -> Any:
 def end_ids(tokenizer: Any, model_config: Any) -> frozenset[int]:
     """Returns the tokens at which vLLM ends a completion: the end-of-sequence tokens of the
     tokenizer and of the model's generation configuration."""
-    given: Any = model_config.try_get_generation_config().get("eos_token_id")
-    listed: list[Any] = given if isinstance(given, list) else [given]
+    eos: Any = model_config.try_get_generation_config().get("eos_token_id")
+    listed: list[Any] = eos if isinstance(eos, list) else [eos]
     return frozenset(id for id in (tokenizer.eos_token_id, *listed) if id is not None)

@@ -1,15 +1,15 @@
-"""A request as vLLM takes it, and vLLM's completion as a rollout; and vLLM's chat templates and
-parsers as conversations need them: what is given and sampled are tokens.
+"""Converts requests to vLLM's, and vLLM's completions to rollouts; and adapts vLLM's chat templates
+and parsers to conversations, whose prompts and answers are tokens.
 
 **Masks.** Under top-p, top-k or min-p the trainer needs the tokens that each token was drawn from:
 vLLM's sampling masks. On a GPU vLLM returns them if `return_sampling_mask` is set. On a CPU vLLM's
 model runner cannot, and `inside_executors.py` adds them. A token that was drawn from the whole
 vocabulary has an empty mask.
 
-**Text.** vLLM would make the text of a completion while it samples, and the text of each token
-that it returns a log-prob of. That takes a fifth of the front end's time, and nothing here reads
-it. Only stop strings need the text so far. Without stop strings vLLM is asked for tokens alone,
-and the text is made once the completion is done.
+**Text.** vLLM would make the text of a completion while it samples, and the text of each token that
+it returns a log-prob of. That takes a fifth of the front end's time, and is not used here. Only
+stop strings need the text so far. Without stop strings vLLM returns only tokens, and the text is
+made when the completion is done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shared.wire import ChatRequest, Logprobs, Message, Rollout, Sampling, Span,
 from shared.wire.messages import for_openai
 
 NUMBER = "#"
-"""Between an adapter's name and its number, in the name that vLLM knows it by."""
+"""The separator between an adapter's name and its number, in vLLM's name of the adapter."""
 
 PARAMS = SamplingParams()
 
@@ -51,7 +51,7 @@ CONSTRAINTS = ("json", "json_object", "structural_tag")
 
 
 def lora_request(adapter: Adapter) -> LoRARequest:
-    """Returns the adapter as vLLM takes it. vLLM keys cached prefixes by this name."""
+    """Returns vLLM's request for the adapter. vLLM keys cached prefixes by this name."""
     name = f"{adapter.name}{NUMBER}{adapter.number}"
     return LoRARequest(name, adapter.number, str(adapter.folder))
 
@@ -87,10 +87,10 @@ def rollout(
     masked: bool = False,
     num_top: int = 0,
 ) -> Rollout:
-    """Returns the completion as it was sampled, or a rollout that says what went wrong, for example
-    that it was ended after `ended_s` seconds. An adapter has one version for all tokens; for other
-    weights vLLM's labels say the versions. Raises Failed unless there is one log-prob per token,
-    and with `masked` one mask per token."""
+    """Returns the completion as a rollout, or a failed rollout with the error, for example that it
+    was ended after `ended_s` seconds. An adapter has one version for all tokens; for other weights
+    vLLM's labels say the versions. Raises Failed unless there is one log-prob per token, and with
+    `masked` one mask per token."""
     token_ids, logprobs = completion.token_ids, _logprobs(completion)
     if len(logprobs) != len(token_ids):
         raise Failed(
@@ -118,7 +118,7 @@ def rollout(
         token_ids=TokenIds(token_ids),
         logprobs=Logprobs(logprobs),
         finish_reason=reason,
-        error=f"not done after {ended_s:g} s" if reason == "timeout" else None,
+        error=f"not finished within {ended_s:g} s" if reason == "timeout" else None,
         spans=sampled_by,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
@@ -137,28 +137,28 @@ def _logprobs(completion: CompletionOutput) -> Sequence[float]:
     return [candidates[token].logprob for token, candidates in pairs]
 
 
-def own_logprobs(found: FlatLogprobs) -> list[float]:
-    """Returns the log-probs of the tokens themselves. vLLM has each one before the likeliest of its
-    place."""
-    if found.end_indices[:1] == [1] and len(found.logprobs) == len(found.start_indices):
-        return found.logprobs
-    return [found.logprobs[at] for at in _places(found)]
+def own_logprobs(flat: FlatLogprobs) -> list[float]:
+    """Returns the log-probs of the tokens themselves, each of which vLLM puts before the likeliest
+    tokens of the position."""
+    if flat.end_indices[:1] == [1] and len(flat.logprobs) == len(flat.start_indices):
+        return flat.logprobs
+    return [flat.logprobs[at] for at in _places(flat)]
 
 
-def top(found: Any, num_top: int) -> tuple[TokenIds, Logprobs]:
-    """Returns the `num_top` likeliest tokens of each place, and their log-probs; nothing for 0."""
-    if not num_top or not isinstance(found, FlatLogprobs):
+def top(flat: Any, num_top: int) -> tuple[TokenIds, Logprobs]:
+    """Returns the `num_top` likeliest tokens of each position, and their log-probs."""
+    if not num_top or not isinstance(flat, FlatLogprobs):
         return TokenIds(), Logprobs()
-    places = [at for start in _places(found) for at in range(start + 1, start + 1 + num_top)]
+    places = [at for start in _places(flat) for at in range(start + 1, start + 1 + num_top)]
     return (
-        TokenIds([found.token_ids[at] for at in places]),
-        Logprobs([found.logprobs[at] for at in places]),
+        TokenIds([flat.token_ids[at] for at in places]),
+        Logprobs([flat.logprobs[at] for at in places]),
     )
 
 
-def _places(found: FlatLogprobs) -> list[int]:
-    """Returns where each place begins. The first token of a prompt has none."""
-    pairs = zip(found.start_indices, found.end_indices, strict=True)
+def _places(flat: FlatLogprobs) -> list[int]:
+    """Returns where the entries of each position begin. The first token of a prompt has none."""
+    pairs = zip(flat.start_indices, flat.end_indices, strict=True)
     return [start for start, end in pairs if end > start]
 
 
@@ -181,9 +181,9 @@ def text_of(
     stopped: bool,
     params: SamplingParams = PARAMS,
 ) -> str:
-    """Returns the text of these tokens after the prompt, by vLLM's own detokenizer and so as vLLM
-    would make it with `params`: without special tokens, without bytes at the end that make no
-    character yet, and, if `stopped`, without the last token, which stopped the completion."""
+    """Returns the text of these tokens after the prompt, by vLLM's own detokenizer which gives the
+    same text as vLLM with `params`: without special tokens, without incomplete characters at the
+    end, and, if `stopped`, without the last token, which stopped the completion."""
     request = EngineCoreRequest(
         request_id="",
         prompt_token_ids=prompt_token_ids,
@@ -201,7 +201,7 @@ def text_of(
 
 
 ALIAS = "policy"
-"""The name by which callers may ask for the model that serves, whichever it is."""
+"""The name under which callers get the weights that serve, whichever these are."""
 
 
 class ChatCall(ChatCompletionRequest):
@@ -220,7 +220,7 @@ class ChatCall(ChatCompletionRequest):
 
 
 class VllmChat:
-    """Renders and parses by `serving`, as vLLM's own route does."""
+    """Renders and parses with `serving`, as vLLM's own route does."""
 
     def __init__(self, serving: OpenAIServingChat, tokenizer: Any) -> None:
         self._serving = serving
@@ -230,103 +230,103 @@ class VllmChat:
         self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
     ) -> str:
         """Returns the text that vLLM itself would tokenize."""
-        asked = self._vllm_request(request, messages, add_generation_prompt=answering)
-        tools = [tool.model_dump() for tool in asked.tools] if asked.tools else None
-        params = asked.build_chat_params(None, "auto").with_defaults(
+        call = self._vllm_request(request, messages, add_generation_prompt=answering)
+        tools = [tool.model_dump() for tool in call.tools] if call.tools else None
+        params = call.build_chat_params(None, "auto").with_defaults(
             {"tools": tools, "tokenize": False}
         )
         renderer = self._serving.renderer
         try:
-            _, prompt = await renderer.render_messages_async(asked.messages, params)
+            _, prompt = await renderer.render_messages_async(call.messages, params)
         except (VLLMClientError, ValueError, TypeError) as error:
             raise BadPrompt(f"the model's chat template refused the messages: {error}") from error
         text = prompt.get("prompt")
         if not isinstance(text, str):
-            raise BadPrompt("the model's chat template gives no text, which a conversation needs")
+            raise BadPrompt("the model's chat template renders no text, which a conversation needs")
         return text
 
     async def parsed(
         self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]
     ) -> list[Message]:
-        """Returns what vLLM's own route would answer with these completions."""
-        asked = await self._adjusted(request, prompt_token_ids)
+        """Returns the messages that vLLM's own route would answer with these completions."""
+        call = await self._adjusted(request, prompt_token_ids)
         if not request.is_constrained:
-            _refuse_limits(asked)
-        return [await self._parsed(asked, prompt_token_ids, rollout) for rollout in rollouts]
+            _refuse_limits(call)
+        return [await self._parsed(call, prompt_token_ids, rollout) for rollout in rollouts]
 
     async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
         """Returns the fields of vLLM's StructuredOutputsParams: by the tool parser's own syntax of
         a call where vLLM knows it, else by JSON."""
-        asked = await self._adjusted(request, prompt_token_ids)
-        found = asked.extract_structured_outputs()
-        if found is None:
+        call = await self._adjusted(request, prompt_token_ids)
+        outputs = call.extract_structured_outputs()
+        if outputs is None:
             raise BadRequest(
                 "the sampler's parser of tools (HONE_TOOL_PARSER) cannot force a call or limit "
                 'their number; expected \'tool_choice\' "auto" or "none"'
             )
-        given = {name: getattr(found, name) for name in CONSTRAINTS}
-        return {name: value for name, value in given.items() if value is not None}
+        fields = {name: getattr(outputs, name) for name in CONSTRAINTS}
+        return {name: value for name, value in fields.items() if value is not None}
 
     async def _adjusted(
         self, request: ChatRequest, prompt_token_ids: list[int]
     ) -> ChatCompletionRequest:
-        """Returns vLLM's request, as rendering has let the parsers change it."""
+        """Returns vLLM's request after rendering, in which parsers may have changed it."""
         kept = {"prompt_token_ids": prompt_token_ids}
-        asked = self._vllm_request(request, request.messages, kv_transfer_params=kept)
+        call = self._vllm_request(request, request.messages, kv_transfer_params=kept)
         try:
-            rendered = await self._serving.online_renderer.render_chat(asked)
+            rendered = await self._serving.online_renderer.render_chat(call)
         except (VLLMClientError, ValueError) as error:
             raise BadRequest(f"vLLM refuses the request: {error}") from error
         if isinstance(rendered, ErrorResponse):
             raise _error(rendered)
-        return asked
+        return call
 
     async def _parsed(
-        self, asked: ChatCompletionRequest, prompt_token_ids: list[int], rollout: Rollout
+        self, call: ChatCompletionRequest, prompt_token_ids: list[int], rollout: Rollout
     ) -> Message:
         serving, tokenizer = self._serving, self._serving.renderer.get_tokenizer()
         completion = CompletionOutput(
             index=0,
-            text=self._text(asked, prompt_token_ids, rollout),
+            text=self._text(call, prompt_token_ids, rollout),
             token_ids=list(rollout.token_ids),
             cumulative_logprob=None,
             logprobs=None,
             finish_reason=rollout.finish_reason,
         )
-        id = asked.request_id
+        id = call.request_id
         output = RequestOutput(id, None, prompt_token_ids, None, [completion], True)
-        options = serving._effective_chat_template_kwargs(asked)
+        options = serving._effective_chat_template_kwargs(call)
         try:
             response = await serving.chat_completion_full_generator(
-                asked,
+                call,
                 _only(output),
                 id,
                 ALIAS,
                 [],
                 tokenizer,
                 RequestResponseMetadata(request_id=id),
-                serving._make_parser(asked, tokenizer, options) if serving.parser_cls else None,
+                serving._make_parser(call, tokenizer, options) if serving.parser_cls else None,
             )
             return _message(response.model_dump())
-        except Exception as error:  # a parser, on what a model wrote
+        except Exception as error:  # a parser failed on a model's text
             get_logger().warning("answer not parsed", error=f"{type(error).__name__}: {error}")
             return {"role": "assistant", "content": rollout.text}
 
     def _text(
-        self, asked: ChatCompletionRequest, prompt_token_ids: list[int], rollout: Rollout
+        self, call: ChatCompletionRequest, prompt_token_ids: list[int], rollout: Rollout
     ) -> str:
         """Returns the completion's text, with special tokens if the parser needs them, but without
         the token or the string that stopped it."""
-        if asked.skip_special_tokens:
+        if call.skip_special_tokens:
             return rollout.text
         last = rollout.token_ids[-1]
-        is_end = bool(self.special_text(last)) or last in (asked.stop_token_ids or ())
+        is_end = bool(self.special_text(last)) or last in (call.stop_token_ids or ())
         return text_of(
             self._serving.renderer.get_tokenizer(),
             prompt_token_ids,
             rollout.token_ids,
-            stopped=rollout.finish_reason == "stop" and (is_end or not asked.stop),
-            params=SamplingParams(stop=asked.stop, skip_special_tokens=False),
+            stopped=rollout.finish_reason == "stop" and (is_end or not call.stop),
+            params=SamplingParams(stop=call.stop, skip_special_tokens=False),
         )
 
     def tokenize(self, text: str) -> list[int]:
@@ -348,14 +348,14 @@ class VllmChat:
                 'HONE_TOOL_PARSER to name one (such as "hermes"), or '
                 "'tool_choice' \"none\", which leaves calls in the text"
             )
-        given = request.model_dump(
+        fields = request.model_dump(
             mode="json", exclude_none=True, exclude={"messages", "json_schema"}
         )
         if request.json_schema is not None:
             schema = {"name": "answer", "schema": request.json_schema}
-            given["response_format"] = {"type": "json_schema", "json_schema": schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
-            return ChatCall.model_validate({**given, "messages": messages, **options})
+            return ChatCall.model_validate({**fields, "messages": messages, **options})
         except (ValidationError, VLLMClientError) as error:
             raise BadRequest(f"vLLM refuses the request: {' '.join(str(error).split())}") from error
 
@@ -364,15 +364,15 @@ def _refuse_limits(request: ChatCompletionRequest) -> None:
     if request.extract_structured_outputs() is not None:
         raise BadRequest(
             'a tool with "strict": true limits which tokens can be sampled, and training cannot '
-            "compute that again; expected tools without it"
+            "compute the same limit; expected tools without it"
         )
 
 
 def _message(body: dict[str, Any]) -> Message:
     """Returns the message in OpenAI's answer. It has `content`, which may be empty."""
-    said = body["choices"][0]["message"]
-    given = {name: value for name, value in said.items() if value is not None}
-    return {"content": "", **given}
+    answer = body["choices"][0]["message"]
+    fields = {name: value for name, value in answer.items() if value is not None}
+    return {"content": "", **fields}
 
 
 async def _only(output: RequestOutput) -> AsyncIterator[RequestOutput]:

@@ -43,7 +43,7 @@ from services.rollout.on_vllm.completions import (
     text_of,
     top,
 )
-from services.rollout.on_vllm.inside_transfer import told
+from services.rollout.on_vllm.inside_transfer import transfer_spec
 from services.rollout.on_vllm.openai_routes import openai_app
 from services.rollout.on_vllm.processes import freeze_heap, root_cause, stop_children
 from services.rollout.running import label
@@ -69,11 +69,11 @@ R = TypeVar("R")
 
 
 STOP_S = 15.0
-"""Seconds for an engine to end in order. It takes a second or two, and ten on a busy machine."""
+"""Seconds for a graceful end of an engine, which takes one or two, and ten on a busy machine."""
 
 NO_MASKS = (
     "a forced call of a tool, 'parallel_tool_calls' false and a schema limit which tokens can be "
-    "sampled, and this sampler's engine does not say which these are: on a GPU it does for a job "
+    "sampled, and this sampler's engine does not return these tokens: on a GPU it does for a job "
     f"with sampling.top_k (1 to {MAX_KEPT}), and on a CPU with HONE_TENSOR_PARALLEL_SIZE 1"
 )
 
@@ -82,7 +82,7 @@ AHEAD = -1
 
 
 MEET_CHECK_S = 0.05
-"""Seconds between two questions whether vLLM's processes have met the trainer."""
+"""Seconds between two checks whether vLLM's processes have met the trainer."""
 
 LIFE_CHECK_S = 0.25
 """Seconds between two checks that vLLM's process lives, while a call waits for its answer."""
@@ -118,8 +118,8 @@ class VllmEngine:
         freeze_heap()
 
     async def find_gpus(self) -> None:
-        found = await self._answer(self._llm.collective_rpc("gpu_uuid"))
-        self.gpus = tuple(gpu for gpu in found if gpu)
+        uuids = await self._answer(self._llm.collective_rpc("gpu_uuid"))
+        self.gpus = tuple(gpu for gpu in uuids if gpu)
 
     def offer(self, adapters: LoadedAdapters) -> None:
         self._adapters = adapters
@@ -135,7 +135,7 @@ class VllmEngine:
         options = {"add_generation_prompt": True, **template_args, "tokenize": False}
         try:
             text = self._tokenizer.apply_chat_template(for_template(prompt), **options)
-        except Exception as error:  # the template is the model's code, on a job's data
+        except Exception as error:  # the template is code of the model, and runs on a job's data
             raise BadPrompt(
                 f"the model's chat template refused the messages: {type(error).__name__}: {error}"
             ) from error
@@ -209,8 +209,8 @@ class VllmEngine:
     async def top_logprobs(
         self, token_ids: list[int], adapter: Adapter | None, num_top: int
     ) -> tuple[list[float], TokenIds, Logprobs]:
-        found = await self._prompt_logprobs(token_ids, adapter, num_top, 0)
-        return own_logprobs(found), *top(found, num_top)
+        logprobs = await self._prompt_logprobs(token_ids, adapter, num_top, 0)
+        return own_logprobs(logprobs), *top(logprobs, num_top)
 
     async def _prompt_logprobs(
         self, token_ids: list[int], adapter: Adapter | None, num_top: int, priority: int
@@ -239,8 +239,8 @@ class VllmEngine:
         await self._answer(self._llm.resume_generation())
 
     async def load_files(self, folder: Path) -> None:
-        """Loads in place. Raises Failed if the prefix cache of the old weights stays and should
-        not."""
+        """Loads in place. Raises Failed if the prefix cache of the old weights could not be
+        reset."""
         await self._answer(self._llm.collective_rpc("load_published", args=(str(folder),)))
         await self._forget_prefixes()
 
@@ -272,12 +272,12 @@ class VllmEngine:
     async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
         """Makes each of vLLM's processes meet the trainer, in a thread."""
         host = urlsplit(self._settings.trainer_url).hostname or ""
-        tell = told(ref, host, self._settings.tensor_parallel_size)
-        if wrong := sorted(tell.dtypes - {self.dtype}):
+        spec = transfer_spec(ref, host, self._settings.tensor_parallel_size)
+        if wrong := sorted(spec.dtypes - {self.dtype}):
             raise Failed(
                 f"the trainer sends {wrong[0]}, and the engine is {self.dtype}", code="not_met"
             )
-        begin = (tell.backend, tell.meeting, tell.updates)
+        begin = (spec.backend, spec.meeting, spec.updates)
         await self._answer(self._llm.collective_rpc("meet_trainer", args=begin))
         meeting_s = MEETING_DEADLINES * ref.deadline_s
         end = time.monotonic() + meeting_s
@@ -321,9 +321,9 @@ class VllmEngine:
             await self._answer(self._llm.add_lora(lora_request(adapter)))
         except HoneError:
             raise
-        except Exception as error:  # vLLM raises what its process did, as a plain Exception
+        except Exception as error:  # vLLM raises errors of its process as plain Exceptions
             raise Conflict(
-                f"vLLM does not take adapter {adapter.name!r}: {' '.join(str(error).split())}",
+                f"vLLM refuses adapter {adapter.name!r}: {' '.join(str(error).split())}",
                 code="no_adapters",
             ) from error
 
@@ -339,14 +339,14 @@ class VllmEngine:
         return (await self._answer(call))[0]
 
     async def digests(self, until: Set[str] | None = None) -> dict[str, str]:
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         begin: int | None = 0
         # between two turns the engine samples
-        while begin is not None and not (until and until & found.keys()):
+        while begin is not None and not (until and until & digests.keys()):
             call = self._llm.collective_rpc("loaded_digests", args=(begin,))
             read, begin = (await self._answer(call))[0]
-            found |= read
-        return found
+            digests |= read
+        return digests
 
     async def set_version(self, owner: str, version: int) -> None:
         await self._answer(self._llm.update_weight_version(label(owner, version)))
@@ -367,7 +367,7 @@ class VllmEngine:
         )
 
     async def stop(self) -> None:
-        """Ends the engine. Its listener ends first, or vLLM would log that the engine died."""
+        """Ends the engine, and before it its listener: else vLLM would log that the engine died."""
         if listener := self._llm.output_handler:
             listener.cancel()
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -417,8 +417,8 @@ class VllmEngine:
         return last
 
     async def _answer(self, call: Coroutine[Any, Any, R]) -> R:
-        """Returns the answer of vLLM's process. Raises StateLost if the process dies: vLLM itself
-        would wait for ever."""
+        """Returns the answer of vLLM's process. Raises StateLost if the process dies: vLLM would
+        wait for ever."""
         task = asyncio.create_task(call)
         try:
             while not (await asyncio.wait({task}, timeout=LIFE_CHECK_S))[0]:

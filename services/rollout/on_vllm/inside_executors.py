@@ -2,12 +2,13 @@
 sampled tokens. The engine process imports this module too.
 
 **Processes.** With one device the model runs inside the engine process. On a GPU vLLM does the same
-by default. On a CPU it would start another process to bind OpenMP threads, which we leave unbound.
-In-process takes half the start time and 0.6 GB less, and no token goes from process to process.
-With several devices there is one process for each, and vLLM ends them with the engine process.
+by default. On a CPU it would start another process to bind OpenMP threads, which are left unbound
+here. In-process takes half the start time and 0.6 GB less, and no token goes from process to
+process. With several devices there is one process for each, and vLLM ends them with the engine
+process.
 
-**Death.** A new process gets our executor class, so it imports this module before it runs anything
-of vLLM's. From then on it dies with the service. Otherwise vLLM's engine process would outlive a
+**Death.** A new process gets Hone's executor class, so it imports this module before it runs code
+of vLLM. From then on it dies with the service. Otherwise vLLM's engine process would outlive a
 killed service and keep all its memory.
 
 **Masks** name the tokens that each token was drawn from. A token that was drawn from the whole
@@ -79,7 +80,7 @@ class InProcessExecutor(UniProcExecutor):
         if self._masks is None:
             return super().sample_tokens(grammar_output, *args, **kwargs)
         self._masks.wanted = self._masking is MaskingScheduler or grammar_output is not None
-        self._masks.kept_BV = None  # from another step, or from vLLM's warm-up
+        self._masks.kept_BV = None  # the masks are from another step, or from vLLM's warm-up
         output: Any = super().sample_tokens(grammar_output, *args, **kwargs)
         if output is not None:
             output.sampling_masks = self._masks.lists()
@@ -91,7 +92,7 @@ class ProcessPerDeviceExecutor(MultiprocExecutor):
 
 
 class Masks:
-    """On a CPU: replaces the `forward` of vLLM's top-k and top-p sampler, and remembers which
+    """Replaces, on a CPU, the `forward` of vLLM's top-k and top-p sampler, and remembers which
     tokens it kept."""
 
     def __init__(self, sampler: Any) -> None:
@@ -111,8 +112,8 @@ class Masks:
 
     def lists(self) -> SamplingMaskLists | None:
         """Returns for each row of the step the tokens that it was drawn from; no tokens for a row
-        drawn from the whole vocabulary, and None for a step that drew nothing, or whose masks are
-        not wanted."""
+        drawn from the whole vocabulary, and None for a step that drew nothing, or whose masks were
+        not requested."""
         if self.kept_BV is None:
             return None
         kept_BV = self.kept_BV & ~self.kept_BV.all(1, keepdim=True)
@@ -121,7 +122,7 @@ class Masks:
 
 
 def leave_out_whole_rows() -> None:
-    """On a GPU: makes vLLM's own mask empty for a row drawn from the whole vocabulary."""
+    """Makes vLLM's own mask, on a GPU, empty for a row drawn from the whole vocabulary."""
     lists = SamplingMaskTensors.tolists
 
     def of_cut_rows(masks: SamplingMaskTensors, *args: Any) -> SamplingMaskLists:
@@ -142,10 +143,11 @@ def count_at_least(logprobs_BV: Tensor, sampled_B1: Tensor) -> Tensor:
 
 
 if torch.cpu._is_amx_tile_supported():  # pyright: ignore[reportPrivateUsage]
-    # Linux lets a process use AMX once it asked. vLLM's attention in bfloat16 does not ask, and
-    # ends with an illegal instruction.
+    # Linux lets a process use AMX only after a request. vLLM's attention in bfloat16 does not make
+    # it, and would crash with an illegal instruction.
     torch.cpu._init_amx()  # pyright: ignore[reportPrivateUsage]
 
 if os.environ.get(SERVICE_PID, str(os.getpid())) != str(os.getpid()):
     die_with(int(os.environ[SERVICE_PID]))
-    os.setpgid(0, 0)  # else a Ctrl-C or SIGTERM to all of the service's group ends the engine first
+    # otherwise Ctrl-C, or SIGTERM to the service's process group, ends the engine first
+    os.setpgid(0, 0)

@@ -1,9 +1,10 @@
-"""Receives weights from the trainer's device, in vLLM's processes. `told` is the service's part.
+"""Receives weights from the trainer's device, in vLLM's processes. The service calls
+`transfer_spec`.
 
 First trainer and sampler meet, in a thread, while the engine samples. So a transfer that cannot
 work fails before anything changes. Then vLLM's own code loads the tensors.
 
-Both transfer engines are ours. vLLM's engine for NCCL waits without a deadline for a trainer that
+Both transfer engines are Hone's. vLLM's engine for NCCL waits without a deadline for a trainer that
 does not come or dies, and needs GPUs. vLLM's engine for IPC opens the trainer's memory only when
 the old weights are already being replaced.
 """
@@ -48,7 +49,7 @@ from shared.weights.meeting import (
 from shared.wire import BroadcastWeights, SharedWeights
 
 BROADCAST, SHARED = "hone_broadcast", "hone_shared"
-"""The names of our engines in vLLM's table."""
+"""The names of Hone's engines in vLLM's table."""
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -56,7 +57,7 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 @dataclass
 class Meeting(WeightTransferInitInfo):
-    """Where the sampler meets the trainer, by which name, and with how many ranks."""
+    """The address of the meeting with the trainer, the sampler's name, and the number of ranks."""
 
     host: str
     port: int
@@ -68,7 +69,7 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Chunk(WeightTransferUpdateInfo):
-    """The tensors that arrive, packed, by one broadcast."""
+    """The tensors of one broadcast, packed."""
 
     names: list[str]
     dtypes: list[str]
@@ -77,7 +78,7 @@ class Chunk(WeightTransferUpdateInfo):
 
 @dataclass
 class Handles(WeightTransferInitInfo):
-    """Where each tensor lies in the memory of `gpu`, as `SharedTensor`s in JSON."""
+    """The location of each tensor in the memory of `gpu`, as `SharedTensor`s in JSON."""
 
     gpu: str
     shared: list[dict[str, Any]]
@@ -90,7 +91,7 @@ class OpenedTensors(WeightTransferUpdateInfo):
 
 class LoadingEngine(WeightTransferEngine[Init, Update]):
     """Loads layer by layer, as vLLM's own engines do. Trainer and sampler have `meet_s` seconds to
-    meet, from `began_at` on. That is set when it is this sampler's turn."""
+    meet from `began_at`, which is set when this sampler's turn comes."""
 
     meet_s = MEET_S
     began_at = math.inf
@@ -117,7 +118,7 @@ class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
         self._timeout = timedelta(seconds=init_info.deadline_s)
         self.meet_s = min(MEET_S, init_info.deadline_s)
         rank, size = self.parallel_config.rank, init_info.num_ranks + 1
-        # First, because torch would try to reach a trainer that is gone until the deadline.
+        # Done first, because torch would try until the deadline to reach a trainer that has ended.
         trainer = init_info.host, init_info.port
         own_address = address_towards(trainer, self.meet_s)
         store = PrefixStore(
@@ -194,10 +195,10 @@ WeightTransferEngineFactory.register_engine(SHARED, SharedEngine)
 
 @dataclass(frozen=True)
 class TransferSpec:
-    """What the service tells vLLM's processes of a version that comes from the trainer's device:
-    the `backend` that receives it, in vLLM's table; where it meets the trainer (`Meeting`,
-    `Handles`); and what it then loads, in order (`Chunk`s, `OpenedTensors`). `dtypes` are the
-    tensors', by torch's names."""
+    """The specification of a transfer from the trainer's device, which the service passes to vLLM's
+    processes: the `backend` that receives it, in vLLM's table; where it meets the trainer
+    (`Meeting`, `Handles`); and the updates to load, in order (`Chunk`s, `OpenedTensors`). `dtypes`
+    are the tensors', by torch's names."""
 
     backend: str
     meeting: dict[str, Any]
@@ -205,8 +206,9 @@ class TransferSpec:
     dtypes: set[str]
 
 
-def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> TransferSpec:
-    """Returns what a sampler of `num_ranks` processes, whose trainer is at `host`, receives."""
+def transfer_spec(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> TransferSpec:
+    """Returns the specification for a sampler of `num_ranks` processes whose trainer is at
+    `host`."""
     if isinstance(ref, SharedWeights):
         tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
         meeting = {"gpu": ref.gpu, "shared": tensors}
@@ -232,8 +234,8 @@ def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> Tr
 
 
 class Incoming:
-    """A version that `worker` is to receive. It begins to meet the trainer in a thread. A thread
-    that hangs is left behind, because nothing ends a NCCL group that is being made."""
+    """A version that `worker` will receive. It meets the trainer in a thread. A thread that hangs
+    is abandoned, because nothing ends the creation of a NCCL group."""
 
     def __init__(
         self,
@@ -259,17 +261,17 @@ class Incoming:
         engine = self._engine
         try:
             engine.init_transfer_engine(engine.parse_init_info(self._meeting))
-            found = ""
-        except Exception as error:  # from torch or CUDA; the service decides what follows
-            found = said(error)
+            problem = ""
+        except Exception as error:  # errors of torch or CUDA; the service decides how to react
+            problem = message_of(error)
         with self._deciding:
             is_late = self._problem is not None
-            self._problem = self._problem if is_late else found
-        if is_late and not found:  # nothing of the trainer may stay in use
+            self._problem = self._problem if is_late else problem
+        if is_late and not problem:  # no memory of the trainer may stay in use
             engine.shutdown()
 
     def problem(self) -> str | None:
-        """Returns "" once they have met, why they cannot meet, or None while that is open."""
+        """Returns "" once they have met, why they cannot meet, or None while it is undecided."""
         meet_s = self._engine.meet_s
         with self._deciding:
             if self._problem is None and time.monotonic() > self._engine.began_at + meet_s:
@@ -277,8 +279,8 @@ class Incoming:
             return self._problem
 
     def load(self) -> str | None:
-        """Loads the updates into the worker's model, and returns what went wrong, or None. After an
-        error the model has unknown weights, and another version can be loaded."""
+        """Loads the updates into the worker's model, and returns the error as a sentence, or None.
+        After an error the model has unknown weights, and another version can be loaded."""
         worker, engine = self._worker, self._engine
         worker.weight_transfer_engine = engine
         try:
@@ -286,11 +288,11 @@ class Incoming:
             for update in self._updates:
                 worker.update_weights(update)
             worker.finish_weight_update()
-        except Exception as error:  # from torch, CUDA or vLLM
-            # Layers that received nothing get their old weights; the first error matters.
+        except Exception as error:  # errors of torch, CUDA or vLLM
+            # Layers that received nothing get their old weights; the first error is kept.
             with contextlib.suppress(Exception):
                 engine.finish_weight_update()
-            return said(error)
+            return message_of(error)
         finally:
             worker.weight_transfer_engine = None
             engine.shutdown()
@@ -298,7 +300,7 @@ class Incoming:
 
 
 def address_towards(trainer: tuple[str, int], within_s: float) -> str:
-    """Returns the address of this host on the network that leads to the trainer."""
+    """Returns the address of this host on the network on which it reaches the trainer."""
     try:
         with socket.create_connection(trainer, within_s) as connection:
             return connection.getsockname()[0]
@@ -307,14 +309,14 @@ def address_towards(trainer: tuple[str, int], within_s: float) -> str:
         raise ConnectionError(f"port {port} of {host} cannot be reached: {error}") from error
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def arguments(tensor: dict[str, Any], device: int) -> tuple[Any, ...]:
-    """Returns a shared tensor as torch's `rebuild_cuda_tensor` takes it, for the GPU that is number
-    `device` in this process."""
+    """Returns the arguments of torch's `rebuild_cuda_tensor` for a shared tensor, on GPU number
+    `device` of this process."""
     return (
         torch.Tensor,
         torch.Size(tensor["shape"]),

@@ -1,6 +1,6 @@
-"""Methods of ours in vLLM's model worker, which the service calls by name through
-`collective_rpc`; and reading back the weights that the engine computes with, from vLLM's modules,
-by the checkpoint's names.
+"""Hone's methods in vLLM's model worker, which the service calls by name through `collective_rpc`;
+and the code that reads back the weights that the engine computes with, from vLLM's modules, by the
+checkpoint's names.
 
 vLLM keeps several matrices of a checkpoint in one. On a CPU it also packs them for its kernels and
 drops the originals. There a matrix is read by multiplication: a layer turns the rows of an identity
@@ -59,14 +59,14 @@ TURN_BYTES = 64 << 20
 """Bytes that are read back in a turn, or one layer if it has more: about 20 ms on a GPU."""
 
 EXPERTS = ".routed_experts"
-"""What vLLM adds to the checkpoint's name of a layer's experts."""
+"""The suffix that vLLM adds to the checkpoint's name of a layer's experts."""
 
 KEPT_AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that keep the order in which the matrices were loaded."""
 
 BITS = {2: torch.int16, 4: torch.int32}
 DIGIT = 7
-"""Bits of an element's number that are packed at a time. So few bits are a finite number in any
+"""Bits of an element's number that are packed at a time. That few bits are a finite number in every
 dtype."""
 
 Gather = Callable[[Tensor, int], Tensor]
@@ -74,7 +74,7 @@ Gather = Callable[[Tensor, int], Tensor]
 
 
 def alone(tensor: Tensor, _: int) -> Tensor:
-    """Gathers for one device, which has the whole tensor."""
+    """The `Gather` of a single device, which has the whole tensor."""
     return tensor
 
 
@@ -96,8 +96,8 @@ def digests(
                 if hashes:
                     hashing[name] = pool.submit(_digest, tensor.detach().cpu())
             num_read += 1
-    found = {name: future.result() for name, future in hashing.items()}
-    return found, num_read if num_read < len(modules) else None
+    digest_of = {name: future.result() for name, future in hashing.items()}
+    return digest_of, num_read if num_read < len(modules) else None
 
 
 def tensors(
@@ -141,13 +141,13 @@ def _of_linear(
 
 def _bias(layer: Any) -> Tensor | None:
     """Returns the layer's bias in the dtype that was loaded. vLLM's kernels for AMX keep it in
-    float32, which has every number of the smaller dtypes."""
+    float32, which represents every number of the smaller dtypes."""
     dtype = getattr(layer, "params_dtype", None)
     return layer.bias if layer.bias is None or dtype is None else layer.bias.to(dtype)
 
 
 def _sizes(layer: Any, num_parts: int) -> list[int]:
-    """Returns this device's number of rows of each matrix that vLLM keeps in this layer's one."""
+    """Returns how many rows this device has of each matrix that vLLM joins in this layer."""
     sizes = layer.output_sizes if num_parts > 1 else [layer.output_size]
     num_devices = layer.tp_size if isinstance(layer, ColumnParallelLinear) else 1
     return [size // num_devices for size in sizes]
@@ -177,7 +177,7 @@ def adapter_digests(manager: Any, number: int, folder: Path) -> dict[str, str]:
     if number not in places.lora_index_to_id:
         places.activate_adapter(number)
     slot = places.lora_index_to_id.index(number)
-    found: dict[str, str] = {}
+    digest_of: dict[str, str] = {}
     for name, stored in load_file(folder / WEIGHTS).items():
         layer, _, which = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         held = _held(places, layer, which, slot)
@@ -189,8 +189,8 @@ def adapter_digests(manager: Any, number: int, folder: Path) -> dict[str, str]:
         rows, columns = stored.shape
         rest = held[rows:].any() or held[:, columns:].any()
         same = torch.equal(held[:rows, :columns].cpu(), wanted) and not rest
-        found[name] = _digest(stored if same else held[:rows, :columns].cpu())
-    return found
+        digest_of[name] = _digest(stored if same else held[:rows, :columns].cpu())
+    return digest_of
 
 
 def _held(places: Any, layer: str, which: str, slot: int) -> Tensor | None:
@@ -315,7 +315,7 @@ class WorkerExtension:
         self.incoming = inside_transfer.Incoming(self, backend, meeting, updates)
 
     def trainer_met(self: Any) -> str | None:
-        """Returns "" once they have met, why they cannot meet, or None while that is open."""
+        """Returns "" once they have met, why they cannot meet, or None while it is undecided."""
         return self.incoming.problem()
 
     def receive_published(self: Any) -> str | None:

@@ -1,6 +1,6 @@
 """OpenAI's `/models`, `/completions`, `/chat/completions` and `/responses`, Anthropic's
-`/messages`, and what trainers ask a vLLM server, by vLLM's own handlers. A job's adapter is called
-by the job's id.
+`/messages`, and the routes of a vLLM server that trainers call, by vLLM's own handlers. A job's
+adapter is called by the job's id.
 
 The app has these routes only. vLLM's own server has some eighty, and some of them put the engine to
 sleep, load adapters or reset caches: those are Hone's own (`services/rollout/rl_routes.py`).
@@ -44,7 +44,7 @@ from shared.errors import BadRequest
 
 
 class _Requests(Mapping[str | None, LoRARequest]):
-    """vLLM looks here for the adapter that a call names. A call without a name, or with the name
+    """vLLM looks up the adapter that a call names here. A call without a name, or with the name
     `policy`, gets the adapter that serves, and none if the model's own weights serve."""
 
     def __init__(self, adapters: LoadedAdapters) -> None:

@@ -41,12 +41,12 @@ Hone compares the tensors before it loads them."""
 
 
 SWEEPING = "ignore::UserWarning:multiprocessing.resource_tracker"
-"""Python's tracker warns of each semaphore that it removes for a process, also when vLLM ends in
-order."""
+"""Python's tracker warns of each semaphore that it removes for a process, also after a graceful end
+of vLLM."""
 
 STAGES = {
     "Starting to load model": "reading the weights",
-    "Loading weights took": "making room for its cache",
+    "Loading weights took": "allocating its cache",
     "Compile and warming up": "compiling",
     "Warming up model": "warming up",
     "Graph capturing": "recording CUDA graphs",
@@ -81,7 +81,8 @@ class TemporaryFolder:
         self._path = Path(tempfile.mkdtemp(prefix=self._prefix))
         self._lock = (self._path / "lock.new").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        (self._path / "lock.new").rename(self._path / "lock")  # never there without its owner
+        # the folder never exists without its owner's lock
+        (self._path / "lock.new").rename(self._path / "lock")
         return self._path
 
     def remove(self) -> None:
@@ -94,14 +95,14 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         with (folder / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # someone's, being made, or another user's
+    except OSError:  # another service is making it, or it belongs to another user
         return False
     return True
 
 
 def set_environment(folder: Path) -> tuple[Path, Path]:
-    """Prepares the environment that vLLM reads at import. Returns the files that its processes
-    write their errors to, and how far their start is."""
+    """Prepares the environment that vLLM reads at import. Returns the files into which its
+    processes write their errors and the progress of their start."""
     errors, progress = folder / "errors.log", folder / "progress.log"
     logging_config = folder / "logging.json"
     logging_config.write_text(json.dumps(_logging_config(errors, progress)), encoding="utf-8")
@@ -154,9 +155,9 @@ def stop_children() -> None:
 
 
 def freeze_heap() -> None:
-    """Excludes all present objects, half a million of vLLM and torch, from garbage collection. The
-    collector would visit all of them again and again while an engine samples, half a second each
-    time. Objects that were frozen earlier and are not used any more are collected."""
+    """Excludes all present objects, half a million of vLLM and torch, from garbage collection,
+    which would visit them repeatedly while an engine samples, for half a second each time. Objects
+    that were frozen earlier and are no longer used are collected first."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -190,7 +191,8 @@ def _logging_config(errors: Path, progress: Path) -> dict[str, object]:
     }
     loggers: dict[str, object] = {name: {"level": "ERROR"} for name in NOISY}
     loggers |= {name: {"level": "INFO", "handlers": ["progress"]} for name in TELLING}
-    loggers["vllm.tool_parsers"] = {"level": "CRITICAL"}  # a traceback for each malformed call
+    # it logs a traceback for each malformed call
+    loggers["vllm.tool_parsers"] = {"level": "CRITICAL"}
     loggers["vllm"] = {"handlers": ["stderr", "errors"], "level": "WARNING", "propagate": False}
     return {
         "version": 1,
@@ -231,7 +233,7 @@ class VllmStarter:
         try:
             engine = await run_in_thread(lambda: self._start(spec, folder))
             await engine.find_gpus()
-            # A model it cannot run fails here, not in a job's step.
+            # A model that it cannot run fails here, not in a job's step.
             await engine.sample([0], Sampling(max_tokens=1), owner="", salt="")
             return engine
         except (BadRequest, asyncio.CancelledError):
@@ -245,7 +247,7 @@ class VllmStarter:
                 f"vLLM refuses to serve {spec.model!r} with max_model_len "
                 f"{spec.max_model_len or 'of the model'} and dtype {spec.dtype}: {faults}"
             ) from error
-        except Exception as error:  # vLLM, torch and the model's own code raise of any class
+        except Exception as error:  # vLLM, torch and the model's code raise any class
             stop_children()
             cause = (
                 root_cause(self._errors)
@@ -281,7 +283,7 @@ def _hub_folder(spec: EngineSpec) -> Path:
     except OSError as error:
         check_hub(spec.model)
         raise BadRequest(
-            f"'model': got {spec.model!r}, no folder here and no model on the hub: "
+            f"'model': got {spec.model!r}, which is neither a folder here nor a model on the hub: "
             f"{' '.join(str(error).split())}"
         ) from error
     assert config is not None

@@ -1,5 +1,5 @@
-"""The LoRA adapters that an engine holds beside its model: the newest of each job, older ones as
-long as requests use them, and the snapshots that requests named last.
+"""The LoRA adapters that an engine holds beside its model: the newest of each job, older ones while
+requests use them, and the snapshots that requests named last.
 
     loaded --a newer one of the job, or too many jobs--> retired --no request uses it--> unloaded
 
@@ -27,7 +27,7 @@ _call: ContextVar[contextlib.ExitStack | None] = ContextVar("call", default=None
 
 @contextlib.contextmanager
 def one_call() -> Iterator[None]:
-    """Every adapter that is found by name inside this block stays loaded until the block ends."""
+    """Adapters that are found by name in this block stay loaded until the block ends."""
     with contextlib.ExitStack() as stack:
         token = _call.set(stack)
         try:
@@ -38,8 +38,8 @@ def one_call() -> Iterator[None]:
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """An adapter in the engine, used by `num_users` requests. `job_id` is its own name if it was
-    loaded by hand. A `retired` one gets no new requests."""
+    """An adapter in the engine, used by `num_users` requests. `job_id` is the adapter's own name if
+    it was loaded without a job. A `retired` adapter gets no new requests."""
 
     adapter: Adapter
     job_id: str
@@ -54,25 +54,25 @@ class LoadedAdapter:
 
 class LoadedAdapters:
     """The adapters of one engine, for at most `limit` jobs. `serving` is the adapter that was
-    loaded last and serves, None if the model's own weights do. `kept` are the jobs that share the
-    engine: their adapters stay beyond the limit too."""
+    loaded last and serves; None if the model's own weights serve. `kept` are the jobs that share
+    the engine: their adapters stay loaded beyond the limit too."""
 
     def __init__(self, engine: Engine, copies: Copies, limit: int) -> None:
         self._engine = engine
         self._copies = copies
         self._limit = limit
-        self._newest: dict[str, LoadedAdapter] = {}  # by job; the one loaded longest ago is first
-        self._held: dict[str, LoadedAdapter] = {}  # by the adapter's name, older ones too
-        self._snapshots: dict[str, LoadedAdapter] = {}  # by name; the one used longest ago is first
+        self._newest: dict[str, LoadedAdapter] = {}  # by job, in the order of loading
+        self._held: dict[str, LoadedAdapter] = {}  # by the adapter's name, also retired ones
+        self._snapshots: dict[str, LoadedAdapter] = {}  # by name, in the order of last use
         self._numbers = itertools.count(1)
         self._unloading: set[asyncio.Task[None]] = set()
         self.serving: LoadedAdapter | None = None
         self.kept: frozenset[str] = frozenset()
 
     async def load(self, ref: AdapterWeights, copy: Copy) -> None:
-        """Makes this adapter serve. Retires the job's previous adapter, one by hand of its name,
-        and beyond the limit the adapter of the job whose last load is longest ago. Raises Failed,
-        and no other adapter serves then, if the engine does not take it."""
+        """Makes this adapter serve. Retires the job's previous adapter, an adapter of the same name
+        that was loaded without a job, and beyond the limit the adapter of the job whose last load
+        is longest ago. Raises Failed if the engine refuses it; then no adapter serves."""
         self.drop(ref.adapter)
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
         await self._load(held := LoadedAdapter(adapter, ref.job_id, copy))
@@ -80,8 +80,8 @@ class LoadedAdapters:
         self._retire_beyond_limit()
 
     async def load_by_hand(self, name: str, copy: Copy) -> None:
-        """Makes this adapter available by `name`, in place of one of that name. What serves stays.
-        Raises as `load` does, and BadRequest for the name of a job's adapter."""
+        """Makes this adapter available by `name`, in place of an adapter of that name. The served
+        weights stay. Raises as `load` does, and BadRequest for the name of a job's adapter."""
         if (known := self._named(name)) and not known.by_hand:
             self._copies.remove(copy)
             raise BadRequest(
@@ -99,8 +99,8 @@ class LoadedAdapters:
         return self._held.get(name)
 
     async def load_snapshot(self, ref: AdapterWeights, copy: Copy) -> LoadedAdapter:
-        """Loads an adapter for requests that name it. What serves stays, and beyond the limit the
-        snapshot that was used longest ago is retired. Raises as `load` does."""
+        """Loads an adapter for requests that name it. The served weights stay, and beyond the limit
+        the snapshot that was used longest ago is retired. Raises as `load` does."""
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
         held = LoadedAdapter(adapter, ref.job_id, copy)
         await self._load_into_engine(held)
@@ -110,7 +110,7 @@ class LoadedAdapters:
         return held
 
     def drop(self, name: str) -> bool:
-        """Unloads the adapter that was loaded by hand under `name`. Returns whether there was
+        """Unloads the adapter that was loaded without a job under `name`. Returns whether there was
         one."""
         held = self._newest.get(name)
         if held is None or not held.by_hand:
@@ -121,7 +121,7 @@ class LoadedAdapters:
     async def _load_into_engine(self, held: LoadedAdapter) -> None:
         try:
             await self._engine.load_adapter(held.adapter)
-        except BaseException:  # undone and raised again, whatever it was
+        except BaseException:  # undone and raised again, for every kind of error
             self._copies.remove(held.copy)
             raise
 
@@ -133,7 +133,7 @@ class LoadedAdapters:
             self._retire(before)
 
     def _retire_beyond_limit(self) -> None:
-        """Retires the adapters that were loaded longest ago, except those that serve and the
+        """Retires the adapters that were loaded longest ago, except adapters that serve and the
         newest."""
         *older, _ = self._newest
         spare = [
@@ -145,7 +145,7 @@ class LoadedAdapters:
             self._retire(self._newest.pop(name))
 
     def forget(self) -> None:
-        """Retires all adapters: the weights that they were trained on are replaced."""
+        """Retires all adapters, because the weights that they were trained on are replaced."""
         gone = [*self._newest.values(), *self._snapshots.values()]
         self._newest, self._snapshots, self.serving = {}, {}, None
         for held in gone:

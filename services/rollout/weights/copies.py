@@ -1,7 +1,7 @@
 """The sampler's own copies of published versions, in a folder that only it writes into.
 
-A transfer that was cut continues where it ended, also in a later call. Only the trainer of
-`HONE_TRAINER_URL` is asked: a reference names a file and never a host, and redirects are not
+A transfer that was cut continues where it ended, also in a later call. Files come only from the
+trainer of `HONE_TRAINER_URL`: a reference names a file and never a host, and redirects are not
 followed.
 """
 
@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 class Fetcher:
     """Fetches from the trainer at `url`. A trainer that sends nothing for `patience_s` seconds, in
-    however many attempts, is Unavailable. Blocks: to be called in a thread."""
+    however many attempts, is Unavailable. Blocks: call it in a thread."""
 
     def __init__(self, url: str, *, token: str | None = None, patience_s: float = 90.0) -> None:
         self._url = url
@@ -38,8 +38,8 @@ class Fetcher:
         self._patience_s = patience_s
 
     def fetch(self, files: tuple[WeightFile, ...], folder: Path) -> int:
-        """Puts the files into `folder`, which is made, and returns how many bytes came over the
-        network. Raises Failed for files that are gone or have another size."""
+        """Downloads the files into `folder`, which it makes, and returns how many bytes came over
+        the network. Raises Failed for files that no longer exist or have another size."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
         options = client_options(self._url, self._token)
@@ -104,7 +104,7 @@ class Fetcher:
         return None
 
     def _refused(self, response: httpx.Response) -> Unavailable:
-        """Returns the answer's error if another attempt may help, and raises it if not."""
+        """Returns the answer's error if another attempt may succeed; otherwise raises it."""
         try:
             problem = response.json()
         except ValueError:
@@ -145,16 +145,16 @@ DELTAS = "deltas"
 
 @dataclass(frozen=True)
 class Copy:
-    """The files of a version that is not proven yet, and the bytes that came over the network."""
+    """The files of a version that is not verified yet, and the bytes that came over the network."""
 
     folder: Path
     received_bytes: int
 
 
 class Copies:
-    """At most one version at a time, in a folder named by its digest, so that a transfer that was
-    cut continues when the same version is fetched again. A proven version can be kept as the base
-    of deltas. Adapters are small, and each has a copy until it is unloaded."""
+    """Copies of the whole version, at most one at a time, in a folder named by its digest, so that
+    a transfer that was cut continues when the same version is fetched again. A verified version can
+    be kept as the base of deltas. Adapters are small, and each has a copy until it is unloaded."""
 
     def __init__(self, folder: Path, fetcher: Fetcher) -> None:
         self._folder = folder
@@ -188,24 +188,24 @@ class Copies:
         return Copy(folder, 0)
 
     def keep(self, copy: Copy, digest: str) -> None:
-        """Keeps a copy that was proven to have this digest."""
+        """Keeps a copy that was verified to have this digest."""
         self._kept = digest, copy.folder
 
     def remove(self, copy: Copy) -> None:
         shutil.rmtree(copy.folder, ignore_errors=True)
 
     def remove_adapters(self) -> None:
-        """Removes the copies of all adapters, which no engine holds any more."""
+        """Removes the copies of all adapters. Call it when no engine holds them."""
         shutil.rmtree(self._folder / ADAPTERS, ignore_errors=True)
 
     def can_update(self, ref: DeltaWeights) -> bool:
-        """Returns whether the kept copy is this version, or a version from which its deltas lead to
-        it."""
+        """Returns whether the kept copy is this version, or a version from which the reference's
+        deltas lead to this one."""
         return self._kept is not None and self._steps(ref, self._kept[0]) is not None
 
     async def updated(self, ref: DeltaWeights) -> Copy:
-        """Turns the kept copy into this version, in place, and returns it; it is not kept any more.
-        Raises Failed for deltas that are gone or damaged, and may leave a broken copy."""
+        """Turns the kept copy into this version, in place, and returns it; it is no longer kept.
+        Raises Failed for deltas that are missing or damaged, and may leave a broken copy."""
         assert self._kept is not None, "can_update"
         digest, folder = self._kept
         steps = self._steps(ref, digest) or ()
@@ -249,7 +249,7 @@ def update(tensors: dict[str, StoredTensor], frames: dict[str, StoredTensor]) ->
     frame, or a frame of an unknown tensor."""
     for name, frame in frames.items():
         if name not in tensors:
-            raise Failed(f"a delta changes the tensor {name!r}, which the version before lacks")
+            raise Failed(f"a delta changes the tensor {name!r}, which the previous version lacks")
         tensor = tensors[name]
         data = bytearray(_read(tensor))
         try:

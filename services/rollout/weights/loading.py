@@ -1,14 +1,14 @@
-"""Loads a proven version into the engine that runs. READ FIRST.
+"""Verifies published versions and loads them into the engine that runs. READ FIRST.
 
 Weights replace the model's between two tokens; an adapter is loaded beside the model while sampling
-continues. Nothing changes until the version is proven. If a load fails halfway, the weights are
+continues. Nothing changes until the version is verified. If a load fails halfway, the weights are
 unknown, and nothing is sampled with them.
 
 `LOADERS` has a row for each method by which a version arrives; a new method is a row and its
-function. A loader first proves (`proofs.py`), while the engine still samples, that the version is
-what was published and that it fits the model. The result is loaded while nothing is sampled; an
+function. A loader first verifies (`proofs.py`), while the engine still samples, that the version is
+the published one and that it fits the model. The result is loaded while nothing is sampled; an
 adapter is loaded beside the model's weights (`adapters.py`). Tensors that come from the trainer's
-device can be proven only after they were loaded: then every tensor is read back before the engine
+device can be verified only after they were loaded: then every tensor is read back before the engine
 samples.
 """
 
@@ -67,9 +67,9 @@ async def nothing(_: Engine) -> None:
 
 @dataclass(frozen=True)
 class VerifiedWeights:
-    """A version that may be loaded, by `load`, while the engine samples nothing. `digest` is the
-    digest of its tensors; `received_bytes` came over the network. `meet` runs before, while the
-    engine still samples."""
+    """A verified version; call `load` while the engine samples nothing. `digest` is the digest of
+    its tensors; `received_bytes` came over the network. `meet` is called before, while the engine
+    still samples."""
 
     digest: str
     load: Act
@@ -90,7 +90,7 @@ class VerifiedAdapter:
 
 
 Loader = Callable[[Any, ExpectedVersion, Copies], Awaitable[VerifiedWeights | VerifiedAdapter]]
-"""Proves a reference of its own kind."""
+"""Verifies the version of a reference of one kind."""
 
 
 # --- files that the sampler sees ------------------------------------------------------------------
@@ -98,14 +98,14 @@ Loader = Callable[[Any, ExpectedVersion, Copies], Awaitable[VerifiedWeights | Ve
 
 def seen(load: LoadFolder, *, refreshed: bool = True) -> Loader:
     """Returns the loader of a folder that the sampler sees. `refreshed`: other hosts may have
-    written it, and their files are brought in first."""
+    written the folder, so their files are made visible first."""
 
     async def loader(ref: FolderWeights, expected: ExpectedVersion, _: Copies) -> VerifiedWeights:
         if refreshed:
             await asyncio.to_thread(expected.refresh)
-        found = published_folder(ref, expected.roots)
-        digest = await asyncio.to_thread(verified_digest, ref, found, expected)
-        return VerifiedWeights(digest, lambda engine: load(engine, found))
+        folder = published_folder(ref, expected.roots)
+        digest = await asyncio.to_thread(verified_digest, ref, folder, expected)
+        return VerifiedWeights(digest, lambda engine: load(engine, folder))
 
     return loader
 
@@ -115,7 +115,7 @@ async def in_place(engine: Engine, folder: Path) -> None:
 
 
 async def after_freeing(engine: Engine, folder: Path) -> None:
-    """Frees the engine's memory first."""
+    """Frees the engine's memory, then loads."""
     await engine.sleep()
     await engine.wake_weights()
     await engine.load_files(folder)
@@ -130,7 +130,7 @@ async def by_new_engine(engine: Engine, folder: Path) -> None:
 
 
 async def fetched(ref: HttpWeights, expected: ExpectedVersion, copies: Copies) -> VerifiedWeights:
-    """The whole version, as a copy that is removed once it is loaded."""
+    """Fetches the whole version, as a copy that is removed once it is loaded."""
     copy = await copies.fetched(ref)
     try:
         digest = await asyncio.to_thread(verified_digest, ref, copy.folder, expected)
@@ -150,7 +150,7 @@ async def fetched(ref: HttpWeights, expected: ExpectedVersion, copies: Copies) -
 async def patched(ref: DeltaWeights, expected: ExpectedVersion, copies: Copies) -> VerifiedWeights:
     """Turns the sampler's copy of an earlier version into this one, and keeps it for the next. The
     whole version is fetched if the deltas do not begin with a version that the sampler has, or if
-    the result is not what was published."""
+    the result does not have the published digest."""
     received_bytes = 0
     if copies.can_update(ref):
         try:
@@ -216,16 +216,16 @@ def _received(
     return VerifiedWeights(digest, load, received_bytes, meet=lambda engine: engine.meet(ref))
 
 
-def check_loaded(found: dict[str, str], ref: BroadcastWeights | SharedWeights) -> None:
-    """Raises Failed, code "not_loaded", unless each tensor of the engine is as it was published.
-    `found` are the digests that were read back."""
-    if wrong := differing(found, ref.tensors):
+def check_loaded(digests: dict[str, str], ref: BroadcastWeights | SharedWeights) -> None:
+    """Raises Failed, code "not_loaded", unless each tensor of the engine equals the published one.
+    `digests` were read back from the engine."""
+    if wrong := differing(digests, ref.tensors):
         raise Failed(
-            f"of what the trainer sent {len(wrong)} tensors have other bytes, the first is "
+            f"{len(wrong)} of the tensors that the trainer sent have other bytes, the first is "
             f"{wrong[0]!r}",
             code="not_loaded",
         )
-    if unread := sorted(ref.tensors.keys() - found.keys()):
+    if unread := sorted(ref.tensors.keys() - digests.keys()):
         raise Failed(
             f"{len(unread)} tensors could not be read back, the first is {unread[0]!r}",
             code="not_loaded",
@@ -245,11 +245,11 @@ LOADERS: dict[str, Loader] = {
 }
 
 
-async def prove(
+async def verify(
     ref: AnyWeights, expected: ExpectedVersion, copies: Copies
 ) -> VerifiedWeights | VerifiedAdapter:
     """Returns the version, ready to be loaded. Raises BadRequest for an unknown method, and Failed
-    if the version is not what `ref` and `expected` say."""
+    if the version differs from `ref` or does not fit `expected`."""
     if ref.method not in LOADERS:
         raise BadRequest(f"got method {ref.method!r}, expected one of {sorted(LOADERS)}")
     return await LOADERS[ref.method](ref, expected, copies)
@@ -257,8 +257,7 @@ async def prove(
 
 def seen_folder(ref: AdapterWeights, roots: Sequence[Path]) -> Path | None:
     """Returns the adapter's folder; None if this sampler does not see it and has to fetch its
-    files. Raises BadRequest for files that are not an adapter's, and what `published_folder`
-    raises."""
+    files. Raises BadRequest for files that are not an adapter's, and as `published_folder`."""
     if ref.files and {file.name for file in ref.files} != set(FILES):
         names = [file.name for file in ref.files]
         raise BadRequest(f"'files': got {names}, expected {list(FILES)}")
@@ -273,21 +272,21 @@ def seen_folder(ref: AdapterWeights, roots: Sequence[Path]) -> Path | None:
 def published_folder(ref: FolderWeights | AdapterWeights, roots: Sequence[Path]) -> Path:
     """Returns the real path of `ref.path`. Raises Failed unless it is a folder below one of
     `roots`, with links resolved."""
-    found = Path(ref.path).resolve()
+    folder = Path(ref.path).resolve()
     allowed = [root.resolve() for root in roots]
-    if not any(root in found.parents for root in allowed):
+    if not any(root in folder.parents for root in allowed):
         raise Failed(
             f"'path': got {ref.path!r}; weights are loaded only from below "
             f"{' or '.join(map(str, allowed))}",
             code="not_seen",
         )
-    if not found.is_dir():
+    if not folder.is_dir():
         raise Failed(
             f"'path': got {ref.path!r}, which is not a folder here; does the sampler see the "
             "trainer's volume?",
             code="not_seen",
         )
-    return found
+    return folder
 
 
 @dataclass(frozen=True)
@@ -306,29 +305,29 @@ class Load:
         return owner_of(self.ref)
 
     async def run(self, copies: Copies) -> ServingWeights:
-        """Returns what serves once the version does."""
+        """Loads the version, and returns the weights that serve then."""
         start, running, ref = time.monotonic(), self.running, self.ref
         self._check_alone()
-        proven = await prove(ref, running.expected, copies)
-        if isinstance(proven, VerifiedAdapter):
+        verified = await verify(ref, running.expected, copies)
+        if isinstance(verified, VerifiedAdapter):
             assert isinstance(ref, AdapterWeights)
-            paused_s = await self._load_adapter(ref, proven)
+            paused_s = await self._load_adapter(ref, verified)
         else:
-            paused_s = await self._load_weights(proven)
+            paused_s = await self._load_weights(verified)
         weights = running.nothing.model_copy(
             update={
                 "job_id": ref.job_id,
                 "attempt": ref.attempt,
                 "epoch": ref.epoch,
                 "version": ref.version,
-                "digest": proven.digest,
+                "digest": verified.digest,
                 "load_s": time.monotonic() - start,
                 "paused_s": paused_s,
-                "received_bytes": proven.received_bytes,
+                "received_bytes": verified.received_bytes,
             }
         )
         before = running.served_to(ref.job_id)
-        by_adapter = isinstance(proven, VerifiedAdapter)
+        by_adapter = isinstance(verified, VerifiedAdapter)
         running.serve(ServedVersion(weights, self._published, before.seen, by_adapter=by_adapter))
         running.adapters.kept = frozenset(running.of_jobs)
         await self._measure_canary(ref, before)
@@ -343,7 +342,7 @@ class Load:
         return self.ref.tensors
 
     def _check_alone(self) -> None:
-        """Raises Failed if the model's weights would be exchanged under the adapters of other
+        """Raises Failed if the load would replace the model's weights under the adapters of other
         jobs."""
         ref, running = self.ref, self.running
         if isinstance(ref, AdapterWeights) and running.is_base:
@@ -363,11 +362,11 @@ class Load:
 
     # --- weights in the place of the model's -----------------------------------------------------
 
-    async def _load_weights(self, proven: VerifiedWeights) -> float:
+    async def _load_weights(self, verified: VerifiedWeights) -> float:
         """Loads between two tokens, and returns for how many seconds nothing was sampled. Requests
         of other jobs end."""
         running, engine = self.running, self.running.engine
-        await proven.meet(engine)
+        await verified.meet(engine)
         self._end_others()
         start = time.monotonic()
         has_adapters = bool(running.adapters)
@@ -375,10 +374,10 @@ class Load:
             self._exchange()
         try:
             await self._stop_sampling(abort=has_adapters)
-            await proven.load(engine)
+            await verified.load(engine)
             await self._wake_cache()
             await engine.set_version(self.owner, self.ref.version)
-        except BaseException as error:  # whatever it was, the weights are unknown
+        except BaseException as error:  # after any kind of error the weights are unknown
             running.lose_base()
             await self._give_up(error)
             raise
@@ -386,27 +385,27 @@ class Load:
             running.is_exchanging = False
         running.lose_base()
         running.fault, running.is_asleep = None, False
-        await self.running.go_on()
+        await self.running.resume_sampling()
         return time.monotonic() - start
 
     # --- an adapter beside it --------------------------------------------------------------------
 
-    async def _load_adapter(self, ref: AdapterWeights, proven: VerifiedAdapter) -> float:
+    async def _load_adapter(self, ref: AdapterWeights, verified: VerifiedAdapter) -> float:
         """Loads while the engine samples; a request keeps the adapter that it began with. If other
         weights have replaced the model's own, these are loaded first. Returns for how many seconds
         nothing was sampled."""
         running, start = self.running, time.monotonic()
         if is_base := running.is_base:
-            await running.adapters.load(ref, proven.copy)
+            await running.adapters.load(ref, verified.copy)
         else:
-            await self._bring_base_back(ref, proven)
+            await self._bring_base_back(ref, verified)
         self._end_others()
         if running.fault and is_base:
-            await self.running.go_on()
+            await self.running.resume_sampling()
         running.fault = None
         return 0.0 if is_base else time.monotonic() - start
 
-    async def _bring_base_back(self, ref: AdapterWeights, proven: VerifiedAdapter) -> None:
+    async def _bring_base_back(self, ref: AdapterWeights, verified: VerifiedAdapter) -> None:
         """Loads the model's own weights again, and then the adapter."""
         running = self.running
         self._exchange()
@@ -414,10 +413,10 @@ class Load:
             await self._stop_sampling(abort=True)
             await running.engine.load_files(running.engine.folder)
             await self._wake_cache()
-            await running.adapters.load(ref, proven.copy)
-            await self.running.go_on()
+            await running.adapters.load(ref, verified.copy)
+            await self.running.resume_sampling()
             running.is_base, running.is_asleep = True, False
-        except BaseException as error:  # whatever it was, the weights are unknown
+        except BaseException as error:  # after any kind of error the weights are unknown
             await self._give_up(error)
             raise
         finally:
@@ -436,8 +435,8 @@ class Load:
             await self.running.engine.wake_cache()
 
     def _exchange(self) -> None:
-        """Ends all requests and refuses new ones: they would be sampled with an adapter on other
-        weights than its own, or without their adapter. Clients ask again."""
+        """Ends all requests and refuses new ones, which would be sampled with an adapter on other
+        weights than its own, or without their adapter. Clients send them again."""
         self.running.is_exchanging = True
         self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
 
@@ -457,8 +456,8 @@ class Load:
 
     async def _give_up(self, error: BaseException) -> None:
         """Refuses to sample from now on, and raises the reason: Failed, code "not_loaded", if
-        another method may load the version, else StateLost. The caller raises what is not an
-        Exception, such as the service's end."""
+        another method may load the version, else StateLost. The caller raises errors that are not
+        Exceptions, such as the service's end."""
         reason = await self._distrust(error)
         if isinstance(error, Failed) and error.code == "not_loaded":
             raise Failed(reason, code=error.code) from error
@@ -482,9 +481,9 @@ class Load:
     # --- the canary ------------------------------------------------------------------------------
 
     async def _measure_canary(self, ref: AnyWeights, before: ServedVersion) -> None:
-        """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
-        if the load did nothing: the log-probs are the same as before, or have hardly moved and the
-        engine has a tensor of the version before."""
+        """Stores the log-probs of the canary by the weights or the adapter that serve. Raises
+        Failed if the load did nothing: the log-probs are the same as before, or have hardly moved
+        and the engine still has a tensor of the previous version."""
         running, canary = self.running, ref.canary
         served = running.served_to(ref.job_id)
         if canary is None:
@@ -507,20 +506,20 @@ class Load:
         running.serve(replace(served, weights=weights, seen=seen))
 
     async def _old_tensor(self, ref: AnyWeights, before: Mapping[str, str]) -> str:
-        """Returns which tensor the engine still has of the version `before`; "" if it has none of
-        the changed ones that one turn reads back. Other bytes than both versions' say nothing: some
-        kernels keep a matrix in another form."""
+        """Returns the name of a tensor of the version `before` that the engine still has; "" if
+        none of the changed tensors in one turn of reading back is such a tensor. Bytes of neither
+        version do not count, because some kernels keep a matrix in another form."""
         changed = {
             name for name, digest in before.items() if ref.tensors.get(name, digest) != digest
         }
         if not changed:
             return ""
         try:
-            found = await self.running.engine.digests(changed)
+            digests = await self.running.engine.digests(changed)
         except StateLost:
             raise
-        except Exception as error:  # vLLM raises what its process did, as a plain Exception
+        except Exception as error:  # vLLM raises errors of its process as plain Exceptions
             get_logger().warning("weights not read back", of=str(self), error=sentence(error))
             return ""
-        old = sorted(name for name in changed & found.keys() if found[name] == before[name])
-        return f"the engine still has {old[0]!r} of the version before" if old else ""
+        old = sorted(name for name in changed & digests.keys() if digests[name] == before[name])
+        return f"the engine still has {old[0]!r} of the previous version" if old else ""

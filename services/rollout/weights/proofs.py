@@ -1,8 +1,7 @@
-"""Proofs that a version is what was published and fits the model: the digest of its bytes, and the
-name, shape and dtype of every tensor; and by the canary that a load changed something.
-
-If a file lacks a parameter, vLLM keeps the old value and only logs it: such a sync would silently
-do half of its work."""
+"""Verifies that a version is the published one and fits the model, by the digest of its bytes and
+the name, shape and dtype of every tensor; and by the canary, that a load changed the weights. If a
+file lacks a parameter, vLLM keeps the old value and only logs it: such a sync would silently do
+half of its work."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 SUFFIX = ".weight"
 
 MOVED_NATS = {"float32": 1e-5}
-"""If the trainer's log-probs of a canary differ by more nats than this, by the canary's dtype, the
+"""By the canary's dtype: if the trainer's log-probs of a canary change by more nats than this, the
 engine's log-probs cannot stay the same to the bit."""
 
 MOVED_ELSEWHERE_NATS = 5e-3
-"""The same for dtypes that round more."""
+"""The same bound for dtypes that round more."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -55,7 +54,7 @@ class ExpectedVersion:
     """The properties that a version must have: the `shapes` of the model's tensors; `tied`, whether
     the output matrix is the embedding; the folders (`roots`) in which files may lie; and the known
     `dtypes` of tensors, of which one float type may replace another. `max_lora_rank` is the largest
-    rank of adapters that the engine takes; 0: none. `refresh` makes files that other hosts wrote
+    rank of adapters that the engine supports; 0: none. `refresh` makes files that other hosts wrote
     into those folders visible."""
 
     shapes: Shapes
@@ -76,15 +75,15 @@ def expected_version(
     return ExpectedVersion(shapes(stored), tied, roots, dtypes, refresh=refresh)
 
 
-def verified_digest(ref: Published, found: Path, expected: ExpectedVersion) -> str:
-    """Returns the digest of all tensors in the folder `found`. Raises Failed if they cannot be
-    read or are not `ref`'s (code "digest_differs"), or are not the model's ("tensors_differ")."""
+def verified_digest(ref: Published, folder: Path, expected: ExpectedVersion) -> str:
+    """Returns the digest of all tensors in the folder. Raises Failed if they cannot be read or do
+    not have `ref`'s digest (code "digest_differs"), or do not fit the model ("tensors_differ")."""
     try:
-        stored = stored_tensors(found)
+        stored = stored_tensors(folder)
         digests = tensor_digests(stored)
-    except (OSError, Failed) as error:  # removed or cut short, perhaps while it was read
+    except (OSError, Failed) as error:  # the file was removed or cut short, perhaps during the read
         raise Failed(
-            f"version {ref.version} in {str(found)!r} cannot be read: {error}; it was not loaded",
+            f"version {ref.version} in {str(folder)!r} cannot be read: {error}; it was not loaded",
             code="digest_differs",
         ) from error
     check_digest(ref, digests)
@@ -92,22 +91,22 @@ def verified_digest(ref: Published, found: Path, expected: ExpectedVersion) -> s
     return ref.digest
 
 
-def verified_adapter(ref: AdapterWeights, found: Path, expected: ExpectedVersion) -> str:
-    """Returns the digest of the adapter in the folder `found`. Raises Failed as `verified_digest`
-    does, and Conflict for a rank that the engine does not take (code "no_adapters")."""
+def verified_adapter(ref: AdapterWeights, folder: Path, expected: ExpectedVersion) -> str:
+    """Returns the digest of the adapter in the folder. Raises Failed as `verified_digest` does, and
+    Conflict for a rank that the engine does not support (code "no_adapters")."""
     try:
-        stored, digests = stored_tensors(found), adapter_digests(found)
+        stored, digests = stored_tensors(folder), adapter_digests(folder)
     except Failed as error:
         raise Failed(
             f"adapter {ref.adapter!r} cannot be read: {error.detail}; it was not loaded",
             code="digest_differs",
         ) from error
     check_digest(ref, digests)
-    config = read_config(found)
+    config = read_config(folder)
     if config.r > expected.max_lora_rank:
         raise Conflict(
             f"adapter {ref.adapter!r} has rank {config.r}, expected at most "
-            f"{expected.max_lora_rank}, which the engine was started for; it was not loaded",
+            f"{expected.max_lora_rank}, with which the engine was started; it was not loaded",
             code="no_adapters",
         )
     wanted = adapter_shapes(config, expected.shapes)
@@ -116,7 +115,7 @@ def verified_adapter(ref: AdapterWeights, found: Path, expected: ExpectedVersion
 
 
 def announced_digest(ref: Published, tensors: Shapes, expected: ExpectedVersion) -> str:
-    """Returns the digest of a version that has not arrived yet. Raises Failed if the announced
+    """Returns the digest of a version before its tensors arrive. Raises Failed if the announced
     `tensors` do not fit the model or the digest."""
     if digest(ref.tensors) != ref.digest or ref.tensors.keys() != tensors.keys():
         raise Failed(
@@ -133,16 +132,16 @@ def announced_digest(ref: Published, tensors: Shapes, expected: ExpectedVersion)
 
 
 def check_digest(ref: Published, digests: Mapping[str, str]) -> None:
-    found = digest(digests)
+    actual = digest(digests)
     if not ref.digest.startswith(KIND):
         raise Failed(
             f"version {ref.version} has digest {ref.digest!r}, expected one that begins with "
             f"{KIND!r}; trainer and sampler must be of the same version of Hone",
             code="digest_differs",
         )
-    if found != ref.digest:
+    if actual != ref.digest:
         raise Failed(
-            f"version {ref.version} has digest {found}, expected {ref.digest}"
+            f"version {ref.version} has digest {actual}, expected {ref.digest}"
             f"{_first_difference(digests, ref.tensors)}; it was not loaded",
             code="digest_differs",
         )
@@ -159,19 +158,21 @@ def check_tensors(
         )
 
 
-def _first_difference(found: Mapping[str, str], published: Mapping[str, str]) -> str:
-    names = sorted(name for name in published if found.get(name) != published[name])
+def _first_difference(digests: Mapping[str, str], published: Mapping[str, str]) -> str:
+    names = sorted(name for name in published if digests.get(name) != published[name])
     return f" ({len(names)} tensors differ, the first is {names[0]!r})" if names else ""
 
 
-def differing(found: Mapping[str, str], published: Mapping[str, str]) -> tuple[str, ...]:
+def differing(digests: Mapping[str, str], published: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the names of the tensors whose digests differ from the published ones. An output
     matrix that was not published is tied to the embedding, and is compared with it."""
     embedding = next((name for name in published if name.endswith("embed_tokens.weight")), None)
     known = dict(published)
     if embedding and TIED not in known:
         known[TIED] = known[embedding]
-    return tuple(sorted(name for name in found.keys() & known.keys() if found[name] != known[name]))
+    return tuple(
+        sorted(name for name in digests.keys() & known.keys() if digests[name] != known[name])
+    )
 
 
 def shapes(tensors: Mapping[str, StoredTensor]) -> Shapes:
@@ -179,27 +180,27 @@ def shapes(tensors: Mapping[str, StoredTensor]) -> Shapes:
 
 
 def compare(
-    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, tied: bool
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, tied: bool
 ) -> str | None:
-    """Returns how the tensors differ, or None. With `tied` embeddings the output matrix may be
-    missing on either side."""
+    """Returns a sentence on how the tensors differ, or None. With `tied` embeddings the output
+    matrix may be missing on either side."""
     optional = {TIED} if tied else set[str]()
-    missing = sorted(expected.keys() - found.keys() - optional)
-    unknown = sorted(found.keys() - expected.keys() - optional)
+    missing = sorted(expected.keys() - shapes.keys() - optional)
+    unknown = sorted(shapes.keys() - expected.keys() - optional)
     if missing:
         return f"{len(missing)} of {len(expected)} tensors are missing, the first is {missing[0]!r}"
     if unknown:
         return f"{len(unknown)} tensors are unknown to the model, the first is {unknown[0]!r}"
-    for name in sorted(found.keys() & expected.keys()):
-        if found[name] != expected[name]:
-            return f"{name!r} has shape {list(found[name])}, expected {list(expected[name])}"
+    for name in sorted(shapes.keys() & expected.keys()):
+        if shapes[name] != expected[name]:
+            return f"{name!r} has shape {list(shapes[name])}, expected {list(expected[name])}"
     return None
 
 
-def wrongly_typed(found: Mapping[str, StoredTensor], expected: Mapping[str, str]) -> str | None:
-    """Returns which tensor has a dtype that cannot replace the expected one, or None."""
-    for name in sorted(found.keys() & expected.keys()):
-        got, wanted = found[name].dtype, expected[name]
+def wrongly_typed(stored: Mapping[str, StoredTensor], expected: Mapping[str, str]) -> str | None:
+    """Returns a sentence on a tensor whose dtype cannot replace the expected one, or None."""
+    for name in sorted(stored.keys() & expected.keys()):
+        got, wanted = stored[name].dtype, expected[name]
         if got != wanted and not {got, wanted} <= FLOATS:
             return f"{name!r} has dtype {got}, expected {wanted}"
     return None
@@ -215,7 +216,7 @@ def given_tensors(model: Path, dtype: str) -> dict[str, str]:
 
 def tensors_of(ref: AdapterWeights) -> dict[str, str]:
     """Returns the published digests of an adapter's tensors, without its configuration."""
-    return {name: found for name, found in ref.tensors.items() if name != CONFIG}
+    return {name: digest for name, digest in ref.tensors.items() if name != CONFIG}
 
 
 def has_tied_embeddings(model: Path) -> bool:
@@ -235,7 +236,7 @@ class AdapterConfig(BaseModel):
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Raises Failed for a configuration that lacks rank or layers."""
+    """Reads the adapter's configuration. Raises Failed if it lacks rank or layers."""
     try:
         return AdapterConfig.model_validate_json((folder / CONFIG).read_bytes())
     except (OSError, ValidationError) as error:
@@ -279,7 +280,7 @@ class CanaryReading:
 
     def is_unchanged(self, before: CanaryReading) -> bool:
         """Returns whether the engine's log-probs are the same to the bit as before, although the
-        trainer's have changed: then the load did nothing."""
+        trainer's have changed, which means that the load did nothing."""
         ours, theirs = self.canary, before.canary
         if (ours.token_ids, ours.dtype) != (theirs.token_ids, theirs.dtype):
             return False
@@ -289,8 +290,8 @@ class CanaryReading:
 
     def moved_too_little(self, before: CanaryReading) -> bool:
         """Returns whether the engine's log-probs moved by less than half of the trainer's move, in
-        its direction. A load that did nothing may move them at random: the other requests of a
-        batch decide how vLLM rounds."""
+        its direction. After a load that did nothing they may still move at random, because vLLM's
+        rounding depends on the other requests of a batch."""
         ours, theirs = self.canary, before.canary
         if ours.token_ids != theirs.token_ids:
             return False

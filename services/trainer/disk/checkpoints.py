@@ -2,8 +2,8 @@
 which training also continues.
 
     config.json, *.safetensors, tokenizer ...   what plain `transformers` loads
-    trainer/manifest.json                       whose it is and how far; size and checksum of each
-                                                other file
+    trainer/manifest.json                       its job and step; size and checksum of each other
+                                                file
     trainer/...                                 the state of each rank (state.py)
 
 A folder of that name is complete and on disk, because it is written aside and renamed. A checkpoint
@@ -85,7 +85,7 @@ def list_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     checkpoints: list[Checkpoint] = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if (step := step_of(path.name)) is not None:
-            with contextlib.suppress(FileNotFoundError):  # removed just now
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 checkpoints.append(describe_checkpoint(path, step))
     return tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step))
 
@@ -129,7 +129,7 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
     except json.JSONDecodeError as error:
-        raise DamagedCheckpoint(f"{MANIFEST} is cut off or garbled: {error}") from error
+        raise DamagedCheckpoint(f"{MANIFEST} is incomplete or garbled: {error}") from error
     written = cast(dict[str, Any], document).get("format") if isinstance(document, dict) else None
     if isinstance(written, int) and written > FORMAT:
         raise _of_another_version(path, f"got format {written}, expected at most {FORMAT}")
@@ -193,7 +193,7 @@ class ResumePoint:
 def newest_step(ranks: Ranks, folder: Path) -> int:
     """Returns the step of the newest checkpoint in `folder`, by any writer; -1 without one."""
     return ranks.from_rank_0(
-        lambda: max((found.step for found in list_checkpoints(folder)), default=-1)
+        lambda: max((checkpoint.step for checkpoint in list_checkpoints(folder)), default=-1)
     )
 
 
@@ -250,7 +250,7 @@ def _examined(
 def check_same_job(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
     """Raises Conflict, with both values, for a checkpoint of another job or model."""
     begin = f"training cannot continue from the checkpoint {str(path)!r}: it"
-    away = "move it away to begin anew"
+    away = "move it away to start again"
     if manifest.job_id != request.job_id:
         raise Conflict(
             f"{begin} is of job {manifest.job_id!r}, and this is job {request.job_id!r}; {away}"

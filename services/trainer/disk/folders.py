@@ -1,5 +1,5 @@
-"""Folders that are complete or absent: written aside, then renamed; renamed, then removed.
-Published weights and checkpoints."""
+"""Folders that are complete or absent, for published weights and checkpoints: written aside, then
+renamed; renamed, then removed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_atomically(target: Path, size_bytes: int, *, durable: bool) -> Iterato
 
 
 def discard(folder: Path) -> None:
-    """Removes `folder`, if it exists. No one ever sees half of it under its name."""
+    """Removes `folder`, if it exists. It is renamed first, so readers never see half of it."""
     aside = _aside(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.replace(aside)

@@ -43,8 +43,8 @@ MAX_MASKED_QUERIES = 512
 """Most queries per node of a batch that needs a mask, so that no mask has the size of the row."""
 
 PAIRS_PER_KEY = 12
-"""Pairs of a query and a key that take as long as gathering a key and its value and adding up their
-gradients, measured on a CPU. By it the cheaper way is chosen for a tree."""
+"""Number of pairs of a query and a key that take as long as gathering a key and its value and
+adding up their gradients, measured on a CPU. The cheaper way is chosen for each tree."""
 
 MAX_TREE_PAIRS = 1 << 22
 """Most elements of the masks of a batch of trees: 16 MiB in float32."""
@@ -393,11 +393,11 @@ class RaggedPart:
     ) -> Tensor:
         """Returns the attention `[end - start, A, D]` of the part's queries, given the row's
         queries, keys and values. Its gradient has the same bits each time."""
-        given: dict[str, Any] = {"scale": scaling}
-        given["window_size"] = (-1 if window is None else window - 1, 0)
+        options: dict[str, Any] = {"scale": scaling}
+        options["window_size"] = (-1 if window is None else window - 1, 0)
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it
-            given["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
-        q_QAD, k_KHD, v_KHD = _Ordered.inputs(
+            options["enable_gqa"] = q_TAD.shape[1] != k_THD.shape[1]
+        q_QAD, k_KHD, v_KHD = _OrderedGradients.inputs(
             q_TAD[self.start : self.end], k_THD[self.keys_K], v_THD[self.keys_K]
         )
         attended = varlen_attn(
@@ -408,16 +408,16 @@ class RaggedPart:
             self.key_offsets,
             self.max_queries,
             self.max_keys,
-            **given,
+            **options,
         )
         assert isinstance(attended, Tensor)
-        return _Ordered.output(attended)
+        return _OrderedGradients.output(attended)
 
 
 @dataclass(frozen=True)
 class RaggedAttention:
-    """A row's attention on a GPU in 16 bits, a part after the other: what the kernel's backward
-    pass takes is a part's at a time."""
+    """A row's attention on a GPU in 16 bits, one part after the other, so that the kernel's
+    backward pass takes the memory of one part at a time."""
 
     parts: tuple[RaggedPart, ...]
 
@@ -446,20 +446,20 @@ def ragged_parts(forest: Forest) -> list[list[Node]]:
     return parts
 
 
-class _Ordered(torch.autograd.Function):
+class _OrderedGradients(torch.autograd.Function):
     """Turns torch's deterministic algorithms on for the backward pass of the function between
     `inputs` and `output`: the kernel for sequences of unequal length otherwise adds the gradients
     of queries with atomics, in another order each time. The setting is global and makes other
-    functions fail or slower, so it is off again before they run: autograd runs the ready node that
-    was made last, so no other node runs between the two."""
+    functions fail or slower, so it is turned off again before they run: autograd runs the ready
+    node that was made last, so no other node runs between the two."""
 
     @staticmethod
     def inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return cast(tuple[Tensor, ...], _Ordered.apply(False, *tensors))
+        return cast(tuple[Tensor, ...], _OrderedGradients.apply(False, *tensors))
 
     @staticmethod
     def output(tensor: Tensor) -> Tensor:
-        (same,) = cast(tuple[Tensor], _Ordered.apply(True, tensor))
+        (same,) = cast(tuple[Tensor], _OrderedGradients.apply(True, tensor))
         return same
 
     @staticmethod
@@ -481,8 +481,8 @@ def _add_in_order(*, on: bool) -> None:
 
 @dataclass(frozen=True)
 class ForestAttention:
-    """A forest, and what attention over it needs on a device, made when a layer first asks for it,
-    by sliding window."""
+    """A forest, and the data that attention over it needs on a device, computed when a layer first
+    needs it, by sliding window."""
 
     forest: Forest
     device: torch.device
@@ -496,13 +496,13 @@ class ForestAttention:
     )
 
     def to(self, device: torch.device) -> ForestAttention:
-        """Returns one that has made nothing yet, also for the same device: what is made for a pass
-        would be kept for a whole step, as its micro-batch is."""
+        """Returns a copy without cached data, also for the same device: otherwise the data of a
+        pass would be kept for a whole step, with its micro-batch."""
         return ForestAttention(self.forest, device, self.is_recomputed)
 
     @property
     def windows(self) -> set[int | None]:
-        """The sliding windows that layers asked for; None: a layer without a window."""
+        """The sliding windows that layers used; None: a layer without a window."""
         return {*self._dense, *self._ragged}
 
     def attended(
@@ -564,18 +564,17 @@ def attend(
         )
     q_TAD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        _add_in_order(on=False)  # a backward pass that ran out of memory has left it on
+        _add_in_order(on=False)  # a backward pass that ran out of memory may have left it on
         ragged = forest.ragged(sliding_window)
-        asked = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
+        arguments = ragged.num_keys, q_TAD, k_THD, v_THD, scaling, sliding_window
         is_part = len(ragged.parts) > 1
-        outs = [forest.attended(part.attend, *asked, is_part=is_part) for part in ragged.parts]
+        outs = [forest.attended(part.attend, *arguments, is_part=is_part) for part in ragged.parts]
         out_TAD = torch.cat(outs) if is_part else outs[0]  # `cat` copies a single one too
     else:
         dtype = query.dtype
         if dtype.itemsize == 2 and query.device.type == "cpu":
-            dtype = (
-                torch.float32
-            )  # the kernel's backward pass in 16 bits takes 2 to 10 times as long
+            # the kernel's backward pass in 16 bits would take 2 to 10 times as long
+            dtype = torch.float32
         dense = forest.dense(sliding_window, dtype)
         in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
         out_TAD = forest.attended(dense.attend, len(dense.keys_M), *in_dtype, scaling)
@@ -589,14 +588,14 @@ def is_used_by(model: Any) -> bool:
     return getattr(model.config.get_text_config(), "_attn_implementation", None) == NAME
 
 
-def why_not(config: Any, asked: str = "auto") -> str | None:
-    """Returns what a model's configuration asks for that this attention cannot compute; None if
-    nothing. `asked` is the job's `memory.attention`."""
+def why_not(config: Any, setting: str = "auto") -> str | None:
+    """Returns the property of a model's configuration that this attention cannot compute; None if
+    there is none. `setting` is the job's `memory.attention`."""
     if getattr(config, "attn_logit_softcapping", None):
         return "caps the logits of its attention (attn_logit_softcapping)"
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "sdpa":
-        by = "" if asked == "auto" else " by memory.attention"
+        by = "" if setting == "auto" else " by memory.attention"
         return (
             f'has the attention {implementation!r}{by}, and only "sdpa" is computed over a forest'
         )
@@ -610,14 +609,14 @@ def why_not(config: Any, asked: str = "auto") -> str | None:
 
 
 def passes_its_windows(model: Any, forest: ForestAttention | None) -> bool:
-    """Returns whether the model's layers asked the forest's attention for the sliding windows of
+    """Returns whether the model's layers used the forest's attention with the sliding windows of
     the model's configuration. The sequences that a model is checked with are shorter than a window,
     so their hidden states do not show it."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    asked = forest.windows if forest else set[int | None]()
-    return asked == {window if kind == "sliding_attention" else None for kind in types}
+    used = forest.windows if forest else set[int | None]()
+    return used == {window if kind == "sliding_attention" else None for kind in types}
 
 
 def use(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""From examples to minibatches, one for each optimizer step of an epoch, and to their
+"""Converts examples to minibatches, one for each optimizer step of an epoch, and these to
 micro-batches. Pure, and the same on every rank, so the ranks need no communication.
 
     [examples] --deal--> [minibatch][example]
@@ -78,7 +78,7 @@ Layout = Literal["padded", "packed", "shared"]
 CPU = torch.device("cpu")
 
 Positions = NDArray[np.intp]
-"""Which of a completion's tokens the policy sampled."""
+"""Positions, in a completion, of the tokens that the policy sampled."""
 
 
 @dataclass(frozen=True)
@@ -324,10 +324,10 @@ def check_totals(examples: Sequence[Example], totals: StepTotals | None) -> Step
     if totals is None:
         return own
     for name in ("num_sequences", "num_tokens"):
-        given, least = getattr(totals, name), getattr(own, name)
-        if given < least:
+        total, least = getattr(totals, name), getattr(own, name)
+        if total < least:
             raise BadRequest(
-                f"totals.{name} is {given}, expected at least {least}, as many as the examples have"
+                f"totals.{name} is {total}, expected at least {least}, as many as the examples have"
             )
     return totals
 

@@ -72,7 +72,7 @@ class CorrectionSettings:
 
 
 OF_CALLS = CorrectionSettings("none", *BOUNDS["none"], ratio_base="sampler")
-"""Of a program's calls: the ratio is to the sampler's log-probs."""
+"""The settings of a program's calls: the ratio is to the sampler's log-probs."""
 
 
 def resolve(correction: CorrectionSpec, max_staleness: int) -> CorrectionSettings:
@@ -198,8 +198,8 @@ def check_pairs(examples: Sequence[Example]) -> None:
             )
         if chosen.prompt_token_ids != rejected.prompt_token_ids:
             raise BadRequest(
-                f"examples {index} and {index + 1} have unlike prompts, expected two answers to "
-                "one prompt"
+                f"examples {index} and {index + 1} have different prompts, expected two answers "
+                "to one prompt"
             )
 
 
@@ -211,10 +211,10 @@ class Preferences:
 
         L = -1/P sum_p log sigmoid(m_p),    m_p = dpo_beta (d_chosen - d_rejected)
 
-    Its gradient is the one of -1/P sum_t A_t logprob_t, with A_t = +-dpo_beta sigmoid(-m_p) at the
-    weights of the moment: + for tokens of the chosen answer, - for tokens of the rejected one. So
-    margins are computed from frozen passes first (without LoRA's dropout), and a pair's answers may
-    be in any micro-batches and on any ranks.
+    Its gradient is the gradient of -1/P sum_t A_t logprob_t, with A_t = +-dpo_beta sigmoid(-m_p) at
+    the weights of the moment: + for tokens of the chosen answer, - for tokens of the rejected one.
+    So margins are computed from frozen passes first (without LoRA's dropout), and a pair's answers
+    may be in any micro-batches and on any ranks.
 
     `advantages_T` are of all sampled tokens of the step, in the order of its examples, and
     `rewards_2P` are `dpo_beta` d of the chosen and of the rejected answers.
@@ -240,7 +240,7 @@ class Preferences:
                 assert logprobs_N is not None and reference_N is not None
                 places_N = batch.places_N.to(device)
                 differences_T[places_N] = logprobs_N.double() - reference_N.double()
-        dist.all_reduce(differences_T)  # each token is one rank's, and 0 elsewhere
+        dist.all_reduce(differences_T)  # each token has its value on one rank, and 0 on the others
         of_token_T = torch.arange(len(lengths_E), device=device).repeat_interleave(lengths_E)
         sums_E = torch.zeros(len(lengths_E), dtype=torch.float64, device=device)
         rewards_P2 = dpo_beta * sums_E.index_add(0, of_token_T, differences_T).unflatten(0, (-1, 2))

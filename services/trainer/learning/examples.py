@@ -1,4 +1,4 @@
-"""An example's numbers as arrays, and checks that the model can take it.
+"""An example's numbers as arrays, and checks that it fits the model.
 
 Token ids and log-probs stay bytes; they are never converted to Python numbers one by one.
 """
@@ -21,7 +21,7 @@ PER_TOKEN = (
     *("context_ids", "ratio_mask", "old_logprobs", "advantages"),
     *("sampled", "kept_counts"),
 )
-"""What an example has for each of the completion's tokens, or not at all."""
+"""The fields that an example has either for each of the completion's tokens or not at all."""
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -198,10 +198,10 @@ def _wrong_kept(example: Example) -> str | None:
     if counts.sum() != len(ids):
         return f"has {len(ids)} kept_ids, expected {counts.sum()}, the sum of its kept_counts"
     owners = np.repeat(np.arange(len(counts)), counts)
-    found = np.zeros(len(counts), dtype=bool)
-    found[owners[integers(example.token_ids)[owners] == ids]] = True
+    is_listed = np.zeros(len(counts), dtype=bool)
+    is_listed[owners[integers(example.token_ids)[owners] == ids]] = True
     positions = sampled_positions(example) if len(counts) else np.arange(0)
-    missing = positions[(counts[positions] > 0) & ~found[positions]]
+    missing = positions[(counts[positions] > 0) & ~is_listed[positions]]
     if len(missing):
         return (
             f"has completion token {missing[0]} outside its own kept_ids, expected it among the "

@@ -16,11 +16,11 @@ A token attends to itself, to the tokens before it in its node, and to all token
 ancestors (`attention.py`). Each node costs attention some time, so a prefix becomes a node only
 where that saves `MIN_SAVED` tokens.
 
-The second part packs: it says which sequences go into which micro-batch of which rank, the same on
-every rank. Each backward pass is a collective, so every rank has the same number of micro-batches.
-The ranks compute their n-th micro-batches together: a round, which lasts as long as its costliest
-micro-batch. So micro-batches are filled from all sequences, sorted by cost, and dealt to the ranks,
-and a round has micro-batches of about the same cost.
+The second part packs: it decides which sequences go into which micro-batch of which rank, the same
+on every rank. Each backward pass is a collective, so every rank has the same number of
+micro-batches. The ranks compute their n-th micro-batches together: a round, which lasts as long as
+its costliest micro-batch. So micro-batches are filled from all sequences, sorted by cost, and dealt
+to the ranks, and a round has micro-batches of about the same cost.
 
     useful share of the time = cost of all / (ranks x sum over rounds of the highest cost in it)
 """
@@ -299,8 +299,8 @@ def _runs(lengths: Sequence[int], shared: Sequence[int], budget_tokens: int) -> 
 def _distributed(runs: list[_Load], num_ranks: int, budget_tokens: int) -> list[_Load]:
     """Returns the runs in micro-batches, the costliest first, in few rounds.
 
-    The costliest run goes first. Each run goes to the micro-batch with the lowest cost so far that
-    has room for it. If all have room, none costs more than 4/3 of the costliest one of the best
+    The costliest run goes first. Each run goes to the micro-batch with the lowest cost so far into
+    which it fits. If it fits into all, none costs more than 4/3 of the costliest one of the best
     distribution (Graham 1969).
     """
     runs = sorted(runs, key=lambda run: (-run.cost, run.sequences[0]))

@@ -1,5 +1,5 @@
-"""The output head, scored tile by tile: log-probs and entropies of target tokens, with `[tokens,
-vocabulary]` never whole.
+"""The output head, scored tile by tile: log-probs and entropies of target tokens, without a whole
+`[tokens, vocabulary]` tensor.
 
 For hidden states h_n, head weight W (and bias b), temperature T and target t_n, with logits x_nv =
 z_nv / T, z_nv = h_n . W_v + b_v, or c tanh(z_nv / c) / T where a model caps them (`LogitRule`):

@@ -1,5 +1,5 @@
-"""The losses: pure functions of log-probs. Each returns one micro-batch's share of the loss of an
-optimizer step.
+"""The losses: pure functions of log-probs. READ FIRST. Each returns one micro-batch's share of the
+loss of an optimizer step.
 
 The importance ratio of token t in sequence i is, by the job's `importance` or the loss's own,
 
@@ -44,7 +44,7 @@ Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient
 the log-prob itself as a factor, such as "cispo" and "sft", are infinite. NaN stays NaN. The engine
 refuses a step whose loss is not finite.
 
-A new loss is a function here and its entry in `LOSSES` or `SUMS`.
+To add a loss, write a function here and its entry in `LOSSES` or `SUMS`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Denominators:
 
 
 Spec = TrainingSpec | TokenLoss
-"""Names a loss and has its constants: a job's, or a program's call's."""
+"""The name of a loss and its constants: a job's, or those of a program's call."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class LossInputs:
 
     @property
     def training(self) -> TrainingSpec:
-        """The job's constants, for the losses that no program's call has."""
+        """The job's constants, for losses that programs' calls do not have."""
         assert isinstance(self.spec, TrainingSpec)
         return self.spec
 
 
-Held = Callable[[LossInputs, Tensor], Tensor]
-"""Returns as bools `[N]` which tokens a bound holds, from the inputs and the ratios `[N]`."""
+TokenBound = Callable[[LossInputs, Tensor], Tensor]
+"""Returns, from inputs and ratios `[N]`, whether a bound of the ratio holds each token `[N]`."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Loss:
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
-    fractions: Callable[[Spec], dict[str, Held]]
+    fractions: Callable[[Spec], dict[str, TokenBound]]
 
 
 def total_loss(x: LossInputs) -> Tensor:
@@ -289,8 +289,8 @@ def held_dual(x: LossInputs, ratio_N: Tensor) -> Tensor:
     return (ratio_N > (x.training.dual_clip or math.inf)) & (x.advantages_N < 0)
 
 
-def clip_fractions(spec: Spec) -> dict[str, Held]:
-    bounds: dict[str, Held] = {
+def clip_fractions(spec: Spec) -> dict[str, TokenBound]:
+    bounds: dict[str, TokenBound] = {
         "clip_ratio/low_mean": held_low,
         "clip_ratio/high_mean": held_high,
         "clip_ratio/region_mean": held_either,
@@ -299,11 +299,11 @@ def clip_fractions(spec: Spec) -> dict[str, Held]:
     return bounds if not has_dual_clip else bounds | {"clip_ratio/dual_mean": held_dual}
 
 
-def cispo_fractions(_spec: Spec) -> dict[str, Held]:
+def cispo_fractions(_spec: Spec) -> dict[str, TokenBound]:
     return {"cispo_clip_ratio": held_high}
 
 
-def no_fractions(_spec: Spec) -> dict[str, Held]:
+def no_fractions(_spec: Spec) -> dict[str, TokenBound]:
     return {}
 
 
@@ -382,7 +382,7 @@ KL: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 With d = logprob - reference_logprob:
 
     name       value           its gradient, in expectation over the policy's own samples
-    k1         d               zero: a number to look at, and no pull to the reference
+    k1 d zero: only a metric, no pull to the reference
     k2         d^2 / 2         the gradient of KL(policy || reference)
     k3         e^-d - 1 + d    the gradient of KL(reference || policy); grows with e^-d. The value
                                is never negative (GRPO: arXiv 2402.03300)

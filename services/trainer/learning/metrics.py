@@ -40,8 +40,8 @@ whatever the correction, over the tokens whose sampler's log-prob is known:
     mismatch/ratio_mean             mean of w
     mismatch/ratio_max              its maximum
     mismatch/k3_kl                  KL(sampler || trainer) by k3 = w - 1 - log w
-    mismatch/effective_sample_size  (sum w)^2 / (N sum w^2): the share of tokens that weigh, 1 if
-                                    all do alike
+    mismatch/effective_sample_size  (sum w)^2 / (N sum w^2): the share of tokens that count, 1 if
+                                    all weights are equal
     mismatch/token_mult_prob_error  mean of exp(|log w|), NeMo-RL's; above 1.05 something is wrong
     mismatch/out_of_range_fraction  share of tokens whose weight before bounds (token's or
                                     sequence's) is outside the correction's bounds; without a
@@ -224,7 +224,8 @@ class StepMetrics:
     def of_tokens(self) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs before the first update, and the entropies of the last pass, of
         each of the step's sampled tokens, from all ranks: a collective."""
-        dist.all_reduce(self._tokens_2N, op=dist.ReduceOp.SUM)  # each is one rank's, else 0
+        # each token has its value on one rank, and 0 on the others
+        dist.all_reduce(self._tokens_2N, op=dist.ReduceOp.SUM)
         logprobs_N, entropies_N = self._tokens_2N.cpu().numpy().astype("<f4")
         return Logprobs(logprobs_N.tobytes()), Logprobs(entropies_N.tobytes())
 

@@ -1,4 +1,4 @@
-"""What the trainer assumes about a model, checked when a job starts: otherwise training would
+"""Checks the trainer's assumptions about a model when a job starts: without them, training would
 continue with silently wrong log-probs.
 
 - The output head and the model's `LogitRule` give its logits, and padding on the right changes no
@@ -88,8 +88,8 @@ def _multiplied_input(module: nn.Module, factor: float) -> Iterator[None]:
 
 
 class ChosenLayout(NamedTuple):
-    """`without` says which saving of time by "auto" the model cannot have, and why ("": it has
-    all)."""
+    """The layout of micro-batches. `without` says which optimization of "auto" the model cannot
+    use, and why ("": it uses all)."""
 
     layout: Layout
     without: str = ""
@@ -134,10 +134,10 @@ def _cannot(model: Any, name: str, why: str, key: str) -> BadRequest:
     )
 
 
-def _why_not_forest(model: Any, asked: str) -> str | None:
+def _why_not_forest(model: Any, setting: str) -> str | None:
     """Returns why the model's attention cannot be computed over a forest. None: it can, and the
-    model now uses forest attention. `asked` is the job's `memory.attention`."""
-    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config(), asked)
+    model now uses forest attention. `setting` is the job's `memory.attention`."""
+    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config(), setting)
     if why is not None:
         return why
     alone, batch = _states_alone(model), _probe_batch(model, "shared")
@@ -148,10 +148,10 @@ def _why_not_forest(model: Any, asked: str) -> str | None:
             why = _mixes(difference)
         elif not attention.passes_its_windows(model, batch.forest):
             why = "does not pass its sliding window to its attention"
-    except (MemoryError, torch.OutOfMemoryError):  # which says nothing about the model
+    except (MemoryError, torch.OutOfMemoryError):  # which does not depend on the model
         attention.restore(model)
         raise
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # a model's code may raise any class
         why = f"cannot compute a forest of sequences: {first_line(error)}"
     if why is not None:
         attention.restore(model)
@@ -203,7 +203,8 @@ def checkpoint_body(model: Any, name: str) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
     after = hidden_states(model, batch)
-    if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):  # a step refuses NaN
+    if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
+        # NaN is refused at the step
         model.gradient_checkpointing_disable()
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
@@ -261,7 +262,7 @@ def _max_difference(model: Any) -> float:
 
 def _difference(model: Any, batch: MicroBatch, alone: list[Tensor]) -> float:
     """Returns the largest difference between the probes' hidden states computed together and alone,
-    relative to the norm. States that are NaN in both do not differ: a step refuses NaN."""
+    relative to the norm. States that are NaN in both do not differ: NaN is refused at the step."""
     together_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N].float()
     alone_NH = torch.cat(alone).float()
     norms_N = alone_NH.norm(dim=-1).clamp(min=1e-9)

@@ -150,7 +150,7 @@ def chunk_logprobs(
 
 
 def _vocab_size(head: nn.Module) -> int:
-    """Returns the head's number of logits; if it does not say, more than any vocabulary has."""
+    """Returns the head's number of logits; if it is not known, more than any vocabulary has."""
     return int(getattr(head, "out_features", 0)) or 1 << 18
 
 
@@ -181,14 +181,14 @@ def frozen_copy(policy: Policy) -> Reference:
 
 @torch.no_grad()
 def rounding_noise(model: Any, batch: MicroBatch, logprobs_N: Tensor, chunk_tokens: int) -> float:
-    """Returns by how many nats log-probs at temperature 1, computed in another way, differ on
-    average from `logprobs_N`, the trainer's own: how far another right implementation's may be, by
-    rounding alone. The same weights always give the same, on any device.
+    """Returns by how many nats log-probs at temperature 1, computed with other rounding, differ on
+    average from `logprobs_N`, the trainer's own: an estimate of the difference of another correct
+    implementation. The same weights always give the same value, on any device.
 
     The result of each of the model's modules is moved by up to half a unit in the last place and
     rounded again, so that it often comes out as the next number of its dtype, and logits are
-    rounded to that dtype, as vLLM's are. What rounding comes to after all layers is then in the
-    log-probs.
+    rounded to that dtype, as vLLM's are. The log-probs then contain the rounding errors of all
+    layers.
 
     Random Qwen2 models in bfloat16, of width 128 (the last one 256), logits of deviation 3; mean
     over 63 tokens in nats, on a CPU:

@@ -1,5 +1,5 @@
-"""torchrun, with three differences: a request to stop is not an error; the launch folder keeps
-which rank died and of what; and the launch folder is removed if the launcher is gone.
+"""torchrun, with three differences: a request to stop is not an error; the launch folder records
+which rank died and why; and the launch folder is removed if the launcher has ended.
 
 `python -m services.trainer.processes.agent <torchrun's arguments> <this life's folder in the run
 folder>`.
@@ -24,15 +24,15 @@ from shared.host.processes import how_it_ended
 from shared.settings import load_settings
 
 ON_SIGTERM = 128 + signal.SIGTERM
-"""The exit code of rank 0 after SIGTERM: it first ends HTTP in order."""
+"""The exit code of rank 0 after SIGTERM: it first ends HTTP gracefully."""
 
 
 def describe(failures: dict[int, ProcessFailure], first_rank: int, peak_bytes: int = 0) -> str:
-    """Returns which rank died first and of what. `first_rank` is the first of this node,
+    """Returns a sentence on which rank died first, and why. `first_rank` is the first of this node,
     `peak_bytes` the most memory that any of its ranks had; 0: unknown.
 
-    Killed by a signal first, then exits, which may follow from the kill, then SIGTERM, with which
-    torchrun ends the other ranks. Among equals the first in time.
+    Ranks that a signal killed count before ranks that exited, which may be a consequence, and these
+    before SIGTERM, with which torchrun ends the other ranks; within each kind the earliest.
     """
 
     def order(failure: ProcessFailure) -> tuple[bool, bool, int]:

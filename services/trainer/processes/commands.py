@@ -1,5 +1,5 @@
 """Commands. Each becomes the same method call on every rank, and the ranks' outcomes become one
-answer.
+answer. READ FIRST.
 
     HTTP thread of rank 0 --Inbox--> main thread of rank 0
                                          --Ranks.broadcast--> every rank: Trainer.<name>(body)
@@ -61,8 +61,7 @@ BODIES: dict[str, type[Fenced]] = {
 
 
 CHANGE_WEIGHTS = ("train_step", "forward_backward", "optim_step")
-"""The commands after which ranks that disagree about the outcome hold unlike weights or
-gradients."""
+"""The commands after which ranks with different outcomes hold different weights or gradients."""
 
 
 class RanksRestartNeeded(Exception):
@@ -74,7 +73,7 @@ class RanksRestartNeeded(Exception):
 
 
 class Inbox:
-    """Hands commands from HTTP's thread to rank 0's main thread, one at a time, and answers
+    """Passes commands from the HTTP thread to rank 0's main thread, one at a time, and answers
     back."""
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class Inbox:
         return ticket.answer
 
     async def run(self, name: str, body: Fenced) -> BaseModel:
-        """Returns the ranks' answer. The command continues even if its caller goes away."""
+        """Returns the ranks' answer. The command continues even if its caller disconnects."""
         return await asyncio.shield(asyncio.wrap_future(self.put(name, body)))
 
     def next(self, timeout_s: float) -> Ticket | None:
@@ -97,8 +96,8 @@ class Inbox:
         return self._current
 
     def fail(self, error: HoneError) -> None:
-        """Answers the command under way with `error`. Any thread may call it that knows that the
-        command will not end on its own."""
+        """Answers the command under way with `error`, because the command will not end. Any thread
+        may call this."""
         if self._current is not None and not self._current.answer.done():
             self._current.answer.set_exception(error)
 
@@ -133,7 +132,7 @@ class FirstLoad:
 
 def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
     """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: RanksRestartNeeded,
-    or a RuntimeError because another rank is gone."""
+    or a RuntimeError because another rank has ended."""
     while True:
         ticket = inbox.next(IDLE_S) if inbox else None
         message: bytes = ranks.broadcast(_message(ticket))
@@ -171,15 +170,15 @@ def watch(failures: Failures, end: Callable[[HoneError], None]) -> None:
     """Calls `end` with the error of a failed rank while another rank is still inside the command.
     Runs in a thread of rank 0.
 
-    A failure reported less than `FAILURE_GRACE_S` seconds ago does not count: its ranks may be
-    about to meet.
+    A failure reported less than `FAILURE_GRACE_S` seconds ago does not count, because the other
+    ranks may be about to fail too.
     """
     failure, since = None, 0.0
     while failure is None or time.monotonic() - since < FAILURE_GRACE_S:
         time.sleep(FAILURE_POLL_S)
-        found = failures.first()
-        if found is None or failure is None or found.detail != failure.detail:
-            failure, since = found, time.monotonic()
+        reported = failures.first()
+        if reported is None or failure is None or reported.detail != failure.detail:
+            failure, since = reported, time.monotonic()
     end(failure)
 
 
@@ -188,7 +187,7 @@ def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
         return getattr(trainer, name)(body)
     except HoneError as error:
         return error
-    except Exception as error:  # the last resort of a command: the other ranks wait for its outcome
+    except Exception as error:  # catches everything, because the other ranks wait for the outcome
         get_logger().exception("command failed", command=name, rank=rank)
         if fault := trainer.device_fault():
             raise RanksRestartNeeded(
@@ -207,8 +206,8 @@ def _answer(answer: Future[BaseModel], outcome: BaseModel | HoneError) -> None:
 
 
 def _message(ticket: Ticket | None) -> bytes:
-    """Returns the command for all ranks; empty without one, and if msgpack cannot carry its body,
-    as a whole number beyond 64 bits of a body in JSON: then it is answered with that."""
+    """Returns the encoded command for all ranks; empty without a command. One that msgpack cannot
+    encode, as with a whole number beyond 64 bits, is answered with an error, and is empty too."""
     if ticket is None:
         return b""
     head = f"{ticket.name} {ticket.request_id}\n".encode()
@@ -230,13 +229,13 @@ def _decode(message: bytes) -> tuple[str, str, Fenced]:
 
 
 HOLD_S = 0.1
-"""Seconds that a job whose gradient waits has to send its next command."""
+"""Seconds in which a job whose gradient waits may send its next command."""
 
 TURN_TOKENS = 1 << 17
-"""Tokens of calls after which only the job's optimizer step still goes first."""
+"""Tokens of calls after which only the optimizer step of that job still goes first."""
 
 COMMAND_TOKENS = 1000
-"""What a command that computes no tokens is charged for, on an account of its own."""
+"""The charge of a command that computes no tokens, on a separate account."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ class Ticket:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it computes, prompts included."""
+        """The number of tokens that the command computes, prompts included."""
         body = self.body
         if not isinstance(body, TrainStepRequest | ForwardRequest | ForwardBackwardRequest):
             return 0
@@ -262,16 +261,16 @@ class Ticket:
 
 
 class FairQueue:
-    """Whose command is next, where jobs share a trainer: start-time fair queueing (Goyal et al.,
+    """Chooses the next command where jobs share a trainer: start-time fair queueing (Goyal et al.,
     1996) of the tokens that commands compute. Any thread may put a command in; one thread takes
     them out.
 
     A command begins, in tokens per weight, where its payer's last one ended, or where the queue is
-    now if that is later. The payer is the API key that submitted the job, so a key gets no more by
-    more jobs; a job without a key pays for itself. The command that begins first is next. So a
-    payer that was idle gets no credit, and one that sends much waits for its own commands alone. A
-    command that computes no tokens, such as the publication of a step's weights, waits for no one's
-    tokens, unless its payer sends many of them.
+    now if that is later. The payer is the API key that submitted the job, so more jobs do not get a
+    key more tokens; a job without a key is its own payer. The command that begins first is next. So
+    a payer that was idle gets no credit, and a payer that sends much waits only for its own
+    commands. A command that computes no tokens, such as the publication of a step's weights, does
+    not wait for tokens of any payer, unless its payer sends many such commands.
 
     A gradient that waits for its optimizer step is lost to a change of turns, and computed again
     later. So its job stays next for up to TURN_TOKENS and the optimizer step, and has HOLD_S to
@@ -298,7 +297,7 @@ class FairQueue:
                 self._payers[job_id] = f"key {body.key}" if body.key else job_id
             if ticket.num_tokens:
                 begin = self._charge(job_id, ticket.num_tokens)
-            else:  # at once, but for the job's own commands before it, and unless it sends many
+            else:  # not after other payers' tokens, unless the payer sends many such commands
                 own = [begin for begin, _, _ in self._waiting_of(job_id)]
                 begin = max([*own, self._charge(job_id, COMMAND_TOKENS, "commands of ")])
             self._number += 1
@@ -327,7 +326,7 @@ class FairQueue:
             return ticket
 
     def _note_gradient(self, ticket: Ticket) -> None:
-        """Notes whose gradient waits, and charges its job for making it again after a turn."""
+        """Notes whose gradient waits, and charges its job for computing it again after a turn."""
         job_id, pending = ticket.job_id, self._gradient_tokens
         if isinstance(ticket.body, ForwardBackwardRequest | OptimStepRequest):
             if job_id in pending and job_id != self._gradient_job:
@@ -360,5 +359,5 @@ class FairQueue:
         return [each for each in self._waiting if each[2].job_id == job_id]
 
     def _forget_idle(self) -> None:
-        """Forgets payers that are not ahead of the queue: they begin where it is."""
+        """Forgets payers that are not ahead of the queue: they begin at its position anyway."""
         self._ends = {payer: end for payer, end in self._ends.items() if end > self._now}

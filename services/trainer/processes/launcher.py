@@ -1,5 +1,5 @@
-"""The launcher: keeps this node's ranks running under torchrun, and keeps for them what outlives
-them: their folder, and DeepSpeed's extensions, compiled once. It imports no torch.
+"""The launcher: keeps this node's ranks running under torchrun, and owns what outlives the ranks:
+their folder, and DeepSpeed's extensions, compiled once. It imports no torch.
 
 When a rank dies, torchrun ends all ranks of this node. The launcher reports which rank died and
 why, and starts them again: at most MAX_RESTARTS times in ten minutes. The new ranks load
@@ -100,7 +100,7 @@ class Launcher:
         self._torchrun = subprocess.Popen(
             torchrun_command(self._settings.trainer_ranks, life),
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process only, which hands it on
+            start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
             preexec_fn=ending_with_parent(),
         )
         if self._asked.is_set():
@@ -108,12 +108,14 @@ class Launcher:
         return self._torchrun.wait()
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """Ends the ranks, once they have finished a checkpoint."""
+        """Ends the ranks, after a checkpoint that is being written."""
         if self._asked.is_set():
             return
         self._asked.set()
         if not self._folder.end_writing(SAVE_S):
-            get_logger().error("a checkpoint is not finished, the one before stays", after_s=SAVE_S)
+            get_logger().error(
+                "a checkpoint was not finished; the previous one stays", after_s=SAVE_S
+            )
         if self._torchrun is not None:
             self._torchrun.terminate()
 
@@ -147,9 +149,9 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) // (settings.trainers * settings.trainer_ranks)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores))
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    # Micro-batches differ in size: without this, memory freed by one is of no use to the next.
+    # Micro-batches differ in size: without this, memory freed by one cannot be used by the next.
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    # A thread that has nothing to do leaves its core to the sampler, instead of spinning.
+    # An idle thread leaves its core to the sampler, instead of spinning.
     idle_threads = {"OMP_WAIT_POLICY": "PASSIVE"}
     # torch 2.11 waits for 30 s, and its torchrun refuses the option of later ones.
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_S)}
@@ -239,10 +241,10 @@ class RestartHistory:
 class LaunchFolder:
     """State that outlives the ranks, so that new ranks continue. It is removed with the launcher.
 
-    job              the loaded job's body, which new ranks load again by themselves
-    budget.json      what of a micro-batch fits into memory, after more did not
-    failure          why the ranks ended, by the first of them that knows
-    past.json        how often ranks were started again, and after what
+    job              the loaded job's body, which new ranks load automatically
+    budget.json      the micro-batch budget that fits into memory, after more did not
+    failure          why the ranks ended, by the first rank that knows
+    past.json        how often ranks were started again, and the latest reason
     writing          locked by each rank while a checkpoint is written, by the launcher once it
                      stops
     life-<n>/        where the n-th ranks meet: torchrun's rendezvous and logs, the store
@@ -276,23 +278,24 @@ class LaunchFolder:
             return None
 
     def remember_budget(self, request: TrainerJob, budget: PassBudget) -> None:
-        """Keeps what may fit of a micro-batch, because the job's own did not."""
+        """Keeps a smaller micro-batch budget that may fit, because the job's did not."""
         kept = [*_budget_key(request), budget.tokens, budget.recomputes]
         _replace(self.path / "budget.json", json.dumps(kept).encode())
 
     def budget(self, request: TrainerJob) -> PassBudget:
-        """Returns what was kept for exactly this job, or the job's own."""
-        asked = PassBudget(request.job.memory.micro_batch_tokens)
+        """Returns the budget that was kept for exactly this job, or the job's own."""
+        own = PassBudget(request.job.memory.micro_batch_tokens)
         try:
             *key, tokens, recomputes = json.loads((self.path / "budget.json").read_bytes())
         except FileNotFoundError:
-            return asked
+            return own
         if key != _budget_key(request):
-            return asked
-        return PassBudget(min(asked.tokens, int(tokens)), bool(recomputes))
+            return own
+        return PassBudget(min(own.tokens, int(tokens)), bool(recomputes))
 
     def remember_failure(self, sentence: str) -> None:
-        """Keeps why the ranks end, unless a reason is kept already: the first one knows best."""
+        """Keeps why the ranks end, unless there is a reason already: the first one causes
+        others."""
         if self.failure() is None:
             _replace(self.path / "failure", sentence.encode())
 
@@ -310,7 +313,7 @@ class LaunchFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise Unavailable("the trainer stops, and begins no checkpoint") from error
+                raise Unavailable("the trainer is stopping, and begins no checkpoint") from error
             yield
 
     def end_writing(self, within_s: float) -> bool:
@@ -333,7 +336,7 @@ def _budget_key(request: TrainerJob) -> list[Any]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    # Ranks run out of memory, and fail, at the same moment: each has a name of its own.
+    # Ranks run out of memory, and fail, at the same moment: so each writes under another name.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     aside.write_bytes(data)
     aside.replace(path)
@@ -346,7 +349,7 @@ EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
 """torch's variable for the folder that extensions are compiled in."""
 
 SECOND_LOOK_S = 0.2
-"""Seconds after which an unheld lock is stale, and not just being released."""
+"""Seconds after which an unheld lock counts as stale: a shorter time may be its release."""
 
 LOADING_S = 2.0
 """A lock is held for less than this, in seconds, if the extension is compiled already."""
@@ -355,8 +358,8 @@ LOADING_S = 2.0
 def extensions_folder(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the variable that sets a folder of extensions for this Python environment.
 
-    In a shared folder each environment would compile again what another has compiled, because their
-    paths differ.
+    In a shared folder each environment would compile the extensions of another one again, because
+    their paths differ.
     """
     if environment.get(EXTENSIONS_DIR):
         return {}
@@ -375,7 +378,7 @@ def compiling(environment: Mapping[str, str] = os.environ) -> str | None:
 
 def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
     """Removes lock files that no process holds open. torch keeps one open while it compiles an
-    extension, and other processes wait until the file is gone: after a kill, for ever."""
+    extension, and other processes wait until the file is removed: after a kill, for ever."""
     # The file's identity is read first: a file made later is another process's, and held.
     locks = [(lock, _identity(lock)) for lock in _locks(environment)]
     locks = [(lock, identity) for lock, identity in locks if not _is_open(lock)]
@@ -388,8 +391,8 @@ def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _locks(environment: Mapping[str, str]) -> list[Path]:
-    given = environment.get(EXTENSIONS_DIR)
-    root = Path(given) if given else _cache(environment) / "torch_extensions"
+    folder = environment.get(EXTENSIONS_DIR)
+    root = Path(folder) if folder else _cache(environment) / "torch_extensions"
     return list(root.glob("**/lock"))
 
 
@@ -414,7 +417,7 @@ def _age_s(file: Path) -> float:
 
 
 def _is_open(file: Path) -> bool:
-    """Returns whether a process that we may look at holds the file open."""
+    """Returns whether a process that this one may inspect holds the file open."""
     real = str(file.resolve())
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):

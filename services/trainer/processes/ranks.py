@@ -4,8 +4,8 @@ life's folder in the run folder>`.
     main thread     every rank: the loop of commands.py. DeepSpeed runs here and nowhere else
     HTTP thread     rank 0: uvicorn, so /healthz and GET /state answer during a training step
     signal thread   rank 0: SIGTERM ends it even while the main thread waits inside a collective
-    watch thread    rank 0: a rank that failed where others wait for it ends the service
-    heartbeats      a thread each, with several nodes: whether the others live
+    watch thread    rank 0: ends the service if a rank failed while others wait for it
+    heartbeats      with several nodes: send them, and check that the other nodes send theirs
 
 Any rank that dies ends all ranks of its node (torchrun), and so the ranks of the other nodes. The
 launchers start them again, and rank 0 loads the previous job from its newest checkpoint.
@@ -76,7 +76,7 @@ def main() -> None:
     try:
         stores = join(settings, place, life, folder)
         trainer_of = trainer_maker(settings, place, folder)
-    except Exception as error:  # the last resort of the process: remembered, and raised again
+    except Exception as error:  # catches everything: remembered for the launcher, and raised again
         folder.remember_failure(
             f"rank {place.rank} could not start: {type(error).__name__}: {error}"
         )
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def quiet_settings(settings: Settings) -> Settings:
-    """Returns settings for logs in which a rank does not repeat the first rank of its node."""
+    """Returns settings with which only the first rank of a node logs common messages."""
     return settings.model_copy(
         update={"log_level": "error" if settings.log_level == "error" else "warning"}
     )
@@ -212,7 +212,7 @@ def lead(
     folder: LaunchFolder,
     stores: Stores,
 ) -> None:
-    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. It
+    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank has ended. It
     first loads the previous ranks' job."""
     tracing.configure("trainer")
     inbox = Inbox()
@@ -235,8 +235,8 @@ def lead(
 
     def end_because(error: HoneError) -> NoReturn:
         folder.remember_failure(error.detail)
-        told = type(error)(f"{error.detail}; {COMES_BACK}", code=error.code)
-        end_with(told, error.detail)
+        answer = type(error)(f"{error.detail}; {COMES_BACK}", code=error.code)
+        end_with(answer, error.detail)
 
     def end(sentence: str) -> NoReturn:
         end_because(Unavailable(sentence))
@@ -250,11 +250,11 @@ def lead(
         follow(trainer, channel, inbox)
     except RanksRestartNeeded as must_end:
         end_because(must_end.error)
-    except RuntimeError as error:  # raised by a torch collective when its peer is gone
+    except RuntimeError as error:  # raised by a torch collective whose peer has ended
         if stopping.is_set():
             stopper.join()
-        reason = f"another rank is gone: {error}"
-        end_with(Unavailable(f"{reason}; {COMES_BACK}"), reason)  # torchrun knows which
+        reason = f"another rank has ended: {error}"
+        end_with(Unavailable(f"{reason}; {COMES_BACK}"), reason)  # torchrun knows which one
 
 
 def start_thread(act: Callable[..., None], *arguments: object) -> threading.Thread:
@@ -276,7 +276,7 @@ def abandon(reason: str) -> NoReturn:
 def serve(
     server: uvicorn.Server, stopping: threading.Event, end: Callable[[str], NoReturn]
 ) -> None:
-    """Runs HTTP; if it ends without being asked to, everything ends."""
+    """Runs HTTP; if it ends without a request to stop, ends the process."""
     try:
         server.run()
     finally:
@@ -287,7 +287,7 @@ def serve(
 def stop_on_signal(
     server: uvicorn.Server, http: threading.Thread, stopping: threading.Event, trainer: Trainer
 ) -> None:
-    """Waits for SIGTERM or SIGINT, then ends HTTP in order and the process at once. Its exit code
+    """Waits for SIGTERM or SIGINT, then ends HTTP gracefully and the process at once. Its exit code
     is not 0, so that torchrun ends the other ranks too: they may wait for this one inside a
     collective."""
     number = signal.sigwait({signal.SIGTERM, signal.SIGINT})

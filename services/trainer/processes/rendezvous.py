@@ -1,14 +1,14 @@
-"""Where the ranks meet, and how they then talk to each other.
+"""How the ranks meet, and how they communicate afterwards.
 
 **Meeting.** On one node the ranks meet through a file, on several nodes through a TCP store on node
 0 (`HONE_TRAINER_RENDEZVOUS`). The store listens on that address only; torchrun's own would listen
 on every interface. A rank that restarts while the others still run finds its name taken in the
 store. It reports a failure to them, and waits for the store of the next start.
 
-**Talking.** A gloo group carries commands and outcomes (`Channel`). A rank that fails while others
-wait for it reports the failure in a store (`Failures`). Nodes send heartbeats, because the sockets
-of a node that lost power or network stay open for a long time. Within a node torchrun sees every
-death, and a process that dies on another node closes its sockets, which ends the others'
+**Communication.** A gloo group carries commands and outcomes (`Channel`). A rank that fails while
+others wait for it reports the failure in a store (`Failures`). Nodes send heartbeats, because the
+sockets of a node that lost power or network stay open for a long time. Within a node torchrun sees
+every death, and a process that dies on another node closes its sockets, which ends the others'
 collectives."""
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ READ_TIMEOUT = timedelta(seconds=10)
 
 HEARTBEAT_S = 2.0
 SILENCE_S = 30.0
-"""Seconds between heartbeats, and without one until a node counts as lost."""
+"""Seconds without a heartbeat after which a node counts as lost; heartbeats come more often."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is, of all and on its node."""
+    """The number of this process's rank, of all ranks and on its node."""
 
     rank: int
     local_rank: int
@@ -88,8 +88,8 @@ class Stores:
 
 def meet(settings: Settings, place: Place, life: Path, last_failure: str | None) -> Stores:
     """Returns once every rank is there. `life` is this node's folder for this life of its ranks;
-    `last_failure` says how the previous life ended here. Raises Failed if nodes disagree, or some
-    do not come."""
+    `last_failure` says how the previous life ended here. Raises Failed if the nodes' settings
+    differ, or if some nodes do not come."""
     if place.num_nodes == 1:
         return Stores(
             *(
@@ -157,13 +157,13 @@ def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store
                 return store
             why = f"rank {place.rank} was started again: {last_failure or 'its node was'}"
             Failures(store, place.rank, place.num_ranks).report(Unavailable(why))
-        except RuntimeError as error:  # raised by a store when its server goes away
-            get_logger().warning("node 0 went away", reason=str(error).splitlines()[0])
+        except RuntimeError as error:  # raised by a store whose server has ended
+            get_logger().warning("node 0 ended", reason=str(error).splitlines()[0])
         time.sleep(POLL_S)
 
 
 def _wait_for_port(host: str, port: int, deadline: float) -> None:
-    said = time.monotonic() - SAY_S
+    logged_at = time.monotonic() - SAY_S
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -175,27 +175,27 @@ def _wait_for_port(host: str, port: int, deadline: float) -> None:
                     f"node 0 did not listen on HONE_TRAINER_RENDEZVOUS={host}:{port} within "
                     f"{MEET_S:g} s: {error}"
                 ) from error
-            if now - said > SAY_S:
+            if now - logged_at > SAY_S:
                 get_logger().warning(
                     "waiting for node 0", address=f"{host}:{port}", reason=str(error)
                 )
-                said = now
+                logged_at = now
         time.sleep(POLL_S)
 
 
 def _wait_for_all(store: Store, place: Place) -> None:
-    """Waits until every rank has put its name into the store; rank 0 says for whom it waits."""
+    """Waits until every rank's name is in the store; rank 0 logs which ones are missing."""
     deadline = time.monotonic() + MEET_S
-    said = time.monotonic()
+    logged_at = time.monotonic()
     while missing := [rank for rank in range(place.num_ranks) if not store.check([_key(rank)])]:
         now = time.monotonic()
         if now > deadline:
             raise Failed(
                 f"ranks {missing} did not come within {MEET_S:g} s; expected {place.shape}"
             )
-        if place.rank == 0 and now - said > SAY_S:
+        if place.rank == 0 and now - logged_at > SAY_S:
             get_logger().warning("waiting for ranks", ranks=missing, expected=place.shape)
-            said = now
+            logged_at = now
         time.sleep(POLL_S / 5)
 
 
@@ -208,12 +208,12 @@ def _key(rank: int) -> str:
 
 
 def tell_libraries(place: Place) -> None:
-    """Sets the variables from which DeepSpeed reads this rank, because torchrun has counted this
-    node's ranks only."""
+    """Sets the variables from which DeepSpeed reads this rank, because torchrun has counted only
+    this node's ranks."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place.rank), str(place.num_ranks)
 
 
-# --- how they then talk ---------------------------------------------------------------------------
+# --- communication ---------------------------------------------------------------------------
 
 
 class Failures:
@@ -239,7 +239,7 @@ class Failures:
         """Returns the uncleared failure of the lowest rank; None if there is none."""
         for key in self._all:
             if self._store.check([key]):
-                with contextlib.suppress(RuntimeError):  # cleared just now
+                with contextlib.suppress(RuntimeError):  # cleared meanwhile
                     problem = json.loads(self._store.get(key))
                     return from_problem(problem["status"], problem, "a rank")
         return None
@@ -257,7 +257,7 @@ class Channel(Ranks):
 
     @classmethod
     def open(cls, failures: Failures) -> Channel:
-        """Returns the channel, its group made: a collective."""
+        """Returns the channel with a new group: a collective."""
         return cls(failures, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
 
     def broadcast(self, value: Any) -> Any:
@@ -282,8 +282,8 @@ def send_heartbeats(store: Store, place: Place, end: Callable[[str], None]) -> N
     while True:
         try:
             store.add(_heartbeat(place.node_rank), 1)
-        except RuntimeError as error:  # raised by a store when its server goes away
-            end(f"node 0 is gone: {str(error).splitlines()[0]}")
+        except RuntimeError as error:  # raised by a store whose server has ended
+            end(f"node 0 ended: {str(error).splitlines()[0]}")
             return
         time.sleep(HEARTBEAT_S)
 

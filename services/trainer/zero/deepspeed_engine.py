@@ -1,5 +1,5 @@
-"""The trained policy on this rank: model, adapters, reference and DeepSpeed put together for one
-job. `update.py` trains it."""
+"""The trained policy on this rank: model, adapters, reference and DeepSpeed, assembled for one job.
+`update.py` trains it. READ FIRST."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ from shared.weights.model_folder import window_of
 from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss
 
 CANARY_TOKENS = 64
-"""Enough that any matrix of the model shows in some log-prob, few enough to cost nothing."""
+"""Enough tokens that every matrix affects some log-prob, and few enough to cost little."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is put together of. `model` is the policy's Hugging Face model, `wrapped`
-    PEFT's wrapper around it (None without LoRA), `zero` DeepSpeed's engine around both.
+    """The parts of an engine. `model` is the policy's Hugging Face model, `wrapped` PEFT's wrapper
+    around it (None without LoRA), `zero` DeepSpeed's engine around both.
 
     The counts are taken before DeepSpeed spreads the parameters over the ranks.
     """
@@ -96,8 +96,8 @@ def start_engine(job: Job, device: torch.device) -> DeepSpeedEngine:
 
 
 def assemble(job: Job, device: torch.device) -> EngineParts:
-    """Returns the parts of an engine, checked on `device`: under ZeRO-3 the parameters are there
-    only once DeepSpeed has them."""
+    """Returns the parts of an engine, checked on `device`: under ZeRO-3 the parameters are on the
+    device only after DeepSpeed has partitioned them."""
     seed_everything(job.seed)
     dtype = choose_dtype(job.training.dtype)
     model = load_on_all_ranks(job, dtype, device, spread=job.memory.zero_stage == 3)
@@ -114,7 +114,7 @@ def assemble(job: Job, device: torch.device) -> EngineParts:
     layout, without = check_agreement(choose_layout(model, job.model, job.memory))
     can_recompute = start_recomputing(model, job)
     reference = start_reference(job, policy, wrapped, dtype, device)
-    seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
+    seed_everything(job.seed + dist.get_rank())  # each rank has another dropout
     copies = HostCopies(pinned=device.type == "cuda" and not job.memory.offload_optimizer)
     updater = Updater(
         job, engine, policy, reference, copies, layout, device, planned, can_recompute
@@ -136,13 +136,13 @@ def start_recomputing(model: Any, job: Job) -> bool:
     """Turns gradient checkpointing on unless the job's is off or, if that is "auto", a rank's model
     cannot; returns whether it is on: a collective. Raises BadRequest if the job asks for it and the
     model cannot."""
-    asked, why_not = job.memory.gradient_checkpointing, ""
-    if not asked:
+    setting, why_not = job.memory.gradient_checkpointing, ""
+    if not setting:
         return False
     try:
         checkpoint_body(model, job.model)
     except BadRequest as error:
-        if asked != "auto":
+        if setting != "auto":
             raise
         why_not = error.detail.partition("; expected")[0]
     reasons = [why_not] * dist.get_world_size()
@@ -157,7 +157,7 @@ def start_recomputing(model: Any, job: Job) -> bool:
 
 def check_head_calls(job: Job, model: Any) -> None:
     """Raises BadRequest for a head that is called chunk by chunk where each call is a collective:
-    ranks have unlike numbers of tokens, and so of chunks."""
+    ranks have different numbers of tokens, and so of chunks."""
     head = causal_lm(model).get_output_embeddings()
     collective = job.memory.zero_stage == 3 and dist.get_world_size() > 1
     if collective and as_scoring_head(head) is None:
@@ -170,8 +170,8 @@ def check_head_calls(job: Job, model: Any) -> None:
 
 
 def check_agreement(chosen: ChosenLayout) -> ChosenLayout:
-    """Returns what all ranks chose: a collective. Raises Failed on every rank if one chose another
-    layout, because a rank plans its part of a batch by its own."""
+    """Returns the layout that all ranks chose: a collective. Raises Failed on every rank if one
+    chose another layout, because each rank plans its part of a batch by its own layout."""
     each = [chosen] * dist.get_world_size()
     if len(each) > 1:
         dist.all_gather_object(each, chosen)
@@ -187,8 +187,8 @@ def check_agreement(chosen: ChosenLayout) -> ChosenLayout:
 
 
 def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> MemoryPlan | None:
-    """Returns what a plan says of the model that was loaded, before adapters are in it; None where
-    its configuration lacks a size."""
+    """Returns the memory plan of the loaded model, without adapters; None if its configuration
+    lacks a size."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     try:
         sizes = of_config(model.config.to_dict(), job.model, shapes)
@@ -218,9 +218,9 @@ def start_reference(
 
 @dataclass(frozen=True)
 class SwappedJob:
-    """What is a job's own in an engine that several share, in host memory: the masters of its
+    """The state of one job in an engine that several share, in host memory: the masters of its
     adapter and the optimizer's state, this rank's random numbers, and the calls whose gradient
-    waits for an optimizer step. `job` has the budget of a micro-batch that fitted."""
+    waits for an optimizer step. `job` has the micro-batch budget that fitted."""
 
     job: Job
     snapshot: Snapshot
@@ -244,10 +244,10 @@ class DeepSpeedEngine:
         self.num_trainable = parts.num_trainable
         self.without = parts.without
         self.weights_bytes = parts.weights_bytes
-        self._own_copies: HostCopies | None = None  # memory in which the job was set aside before
+        self._own_copies: HostCopies | None = None  # the memory in which the job was stored before
 
     def swap_out(self) -> SwappedJob:
-        """Ends the turn of the job, and returns what is its own."""
+        """Ends the turn of the job, and returns its state."""
         parts = self._parts
         calls = parts.updater.swap_out()
         copies = self._own_copies or HostCopies(pinned=parts.updater.copies.pinned)
@@ -255,10 +255,10 @@ class DeepSpeedEngine:
         return SwappedJob(parts.updater.job, snapshot, copies, internals.random_state(), calls)
 
     def swap_in(self, job: Job, aside: SwappedJob | None) -> None:
-        """Begins the turn of a job: continues from what was set aside, or at its start (None). All
-        ranks together."""
+        """Begins the turn of a job: continues from a result of `swap_out`, or at its start (None):
+        a collective."""
         parts, calls = self._parts, [] if aside is None else aside.calls
-        internals.drop_gradients(parts.zero)  # of a job that was freed in its turn
+        internals.drop_gradients(parts.zero)  # calls of a job that was freed during its turn
         self._own_copies = aside and aside.copies
         if aside is None:
             lora.begin(parts.model, job.seed)
@@ -283,10 +283,10 @@ class DeepSpeedEngine:
         *,
         supervised: bool = False,
     ) -> Update:
-        """Returns what training the weights of `version` on `examples` of a batch of `totals` did.
-        Raises BadRequest for examples that the model cannot take or that staler weights sampled
-        than the job allows, and what `Updater.train_step` raises, with weights and optimizer as
-        they were."""
+        """Trains the weights of `version` on `examples` of a batch of `totals`, and returns the
+        result. Raises BadRequest for examples that do not fit the model or that staler weights
+        sampled than the job allows, and as `Updater.train_step`, with weights and optimizer
+        unchanged."""
         self._check(examples, allowed_versions(version, self._job.max_staleness))
         if supervised and self._job.training.objective == "dpo":
             check_pairs(examples)
@@ -296,7 +296,7 @@ class DeepSpeedEngine:
 
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs of the examples' sampled tokens, and the reference's (empty without
-        one). Raises BadRequest for examples that the model cannot take."""
+        one). Raises BadRequest for examples that do not fit the model."""
         self._check(examples)
         return self._parts.updater.forward(examples)
 
@@ -311,19 +311,19 @@ class DeepSpeedEngine:
     def forward_backward(
         self, examples: tuple[Example, ...], loss: TokenLoss
     ) -> tuple[float, Logprobs]:
-        """Adds the gradient of the examples' loss. Raises BadRequest for examples that the model
-        cannot take, and what `Updater.forward_backward` raises, with the gradient as it was."""
+        """Adds the gradient of the examples' loss. Raises BadRequest for examples that do not fit
+        the model, and as `Updater.forward_backward`, with the gradient unchanged."""
         self._check(examples)
         return self._parts.updater.forward_backward(examples, loss)
 
     def optim_step(self, how: Optimization) -> float:
-        """Changes the weights by the gradient so far; raises what `Updater.optim_step` does."""
+        """Changes the weights by the gradient so far. Raises as `Updater.optim_step`."""
         return self._parts.updater.optim_step(how)
 
     @torch.no_grad()
     def canary(self) -> Canary | None:
-        """Returns a fixed sequence and what the weights, adapters included, give it, in two
-        passes. None if that is not finite: it would be like no sampler's."""
+        """Returns a fixed sequence with its log-probs by the weights, adapters included, from two
+        passes. None if they are not finite, because they could not match a sampler's."""
         model = self._parts.model
         ids = canary_ids(model.config.get_text_config(), self._job.max_model_len)
         whole = Example(
@@ -358,10 +358,10 @@ class DeepSpeedEngine:
             lora.save_adapter(self._parts.wrapped, weights, folder)
 
     def live_weights(self) -> dict[str, Tensor]:
-        """Returns the tensors of the model as they are. Raises BadRequest under LoRA and ZeRO-3,
-        and Conflict for a model that has others than its checkpoint."""
+        """Returns the tensors of the model on its device. Raises BadRequest under LoRA and ZeRO-3,
+        and Conflict for a model whose tensors are not those of its checkpoint."""
         if not self._job.has_live_weights:
-            raise BadRequest("under LoRA or ZeRO-3 no weights to serve are whole on a device")
+            raise BadRequest("under LoRA or ZeRO-3 no device has whole weights to serve")
         model = self._parts.model
         return model_tensors(model, whole_weights(model))
 
@@ -377,11 +377,11 @@ class DeepSpeedEngine:
             copy_tokenizer(self._job, folder)
 
     def save_state(self, folder: Path) -> None:
-        """Writes this rank's share of what is needed to continue to the bit."""
+        """Writes this rank's share of the state from which training continues bit for bit."""
         state.save(self._parts.zero, folder)
 
     def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Continues from what `save_state` wrote, or without `optimizer` from its weights alone."""
+        """Continues from the files of `save_state`; without `optimizer` from their weights only."""
         own = internals.random_state()
         state.load(self._parts.zero, folder)
         if not optimizer:
@@ -417,7 +417,7 @@ class DeepSpeedEngine:
 
 def _window(config: Any) -> int | None:
     """Returns the context length in tokens; None if the model has none, or may be extended."""
-    # Some configurations have it under another name in their files.
+    # Some configuration files have it under another name.
     return window_of({**config.to_dict(), "max_position_embeddings": _positions(config)})
 
 
@@ -428,7 +428,7 @@ def _positions(config: Any) -> int | None:
 
 
 def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:
-    """Returns tokens from all over the vocabulary; one fewer than the sampler takes at most."""
+    """Returns tokens spread over the vocabulary, at most one fewer than the sampler's limit."""
     limits = [limit for limit in (_positions(config), max_model_len) if limit is not None]
     length = min([CANARY_TOKENS, *(limit - 1 for limit in limits)])
     return TokenIds([(7919 * position + 11) % config.vocab_size for position in range(length)])
@@ -438,10 +438,9 @@ def quiet_libraries() -> None:
     """Silences the libraries, except for warnings and errors."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it prints
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch.distributed"
-    )  # DeepSpeed's calls, not ours
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # DeepSpeed prints there
+    # these calls are in DeepSpeed's code
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def seed_everything(seed: int) -> None:

@@ -1,5 +1,5 @@
-"""Access to DeepSpeed's internals, for things that it has no interface for: whole weights,
-offloading between updates, the float32 master weights, dropping gradients, and undoing an update.
+"""Access to DeepSpeed's internals, for tasks that its interface lacks: whole weights, offloading
+between updates, the float32 master weights, dropping gradients, and undoing an update.
 
 This depends on the pinned version of DeepSpeed; the tests run it at every stage.
 """
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from services.trainer.zero.host_memory import HostCopies, HostCopy
 
 INITIAL_MICRO_STEP = -1
-"""What ZeRO-1 and 2 count micro-batches from: the first one's gradient is copied, later ones' are
-added."""
+"""The number from which ZeRO-1 and 2 count micro-batches: the gradient of the first is copied,
+later ones are added."""
 
 
 @torch.no_grad()
@@ -65,8 +65,8 @@ parameter."""
 
 
 def offload(zero: Any) -> None:
-    """Moves master weights and optimizer states into the host's memory, at ZeRO-1 to 3, unless they
-    are always there."""
+    """Moves master weights and optimizer states into the host's memory, at ZeRO-1 to 3; does
+    nothing if they are offloaded permanently."""
     if _can_offload(zero) and not zero.optimizer.offloaded_states:
         zero.offload_states(include=OFFLOADED, pin_memory=torch.cuda.is_available())
 
@@ -85,7 +85,7 @@ def _can_offload(zero: Any) -> bool:
 
 @torch.no_grad()
 def drop_gradients(zero: Any) -> None:
-    """Drops every gradient since the last step, also the gradients of a pass that broke off."""
+    """Drops every gradient since the last step, also the gradients of an interrupted pass."""
     optimizer = zero.optimizer
     for parameter in zero.module.parameters():
         parameter.grad = None
@@ -133,8 +133,8 @@ def _drop_stage_3(optimizer: Any) -> None:
 @dataclass(frozen=True)
 class Undo:
     """Undoes an update: this rank's random numbers and, if the update has several steps, its
-    weights and optimizer. A step that was not taken, or that DeepSpeed refused, has changed
-    neither."""
+    weights and optimizer. A step that was not taken, or that DeepSpeed refused, has not changed
+    these."""
 
     random: dict[str, Any]
     snapshot: Snapshot | None = None
@@ -266,7 +266,8 @@ def fragments(zero: Any) -> Iterator[Fragment]:
 
 
 def _of_stage_3(optimizer: Any, trained: list[tuple[str, Any]]) -> Iterator[Fragment]:
-    """Each parameter is cut into as many equal parts as there are ranks, the last ones padded."""
+    """Yields fragments at stage 3: each parameter is cut into as many equal parts as there are
+    ranks, the last ones padded."""
     for name, parameter in trained:
         group, offset, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = part * dist.get_rank()
@@ -277,7 +278,8 @@ def _of_stage_3(optimizer: Any, trained: list[tuple[str, Any]]) -> Iterator[Frag
 
 
 def _of_flat_groups(flats: list[Tensor], trained: list[tuple[str, Any]]) -> Iterator[Fragment]:
-    """The parameters of a group lie one after the other, and the whole is cut into equal parts."""
+    """Yields fragments at stages 1 and 2: the parameters of a group are concatenated, and the whole
+    is cut into equal parts."""
     for name, parameter in trained:
         place = parameter._hp_mapping
         if place is not None:
@@ -287,7 +289,7 @@ def _of_flat_groups(flats: list[Tensor], trained: list[tuple[str, Any]]) -> Iter
 
 
 def _own_masters(optimizer: Any) -> dict[int, Tensor]:
-    """Returns the masters of parameters with a master of their own, by the parameter's id."""
+    """Returns the masters of parameters that have separate masters, by the parameter's id."""
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return {}
     return {

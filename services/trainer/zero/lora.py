@@ -76,8 +76,8 @@ def attach(model: Any, spec: LoraSpec) -> Any:
 
 @torch.no_grad()
 def begin(model: nn.Module, seed: int) -> None:
-    """Gives the adapters their first values, which depend on nothing but the seed: A as PEFT draws
-    it, B zero. So a job that shares a base model begins as it would alone."""
+    """Gives the adapters their initial values, which depend only on the seed: A as PEFT draws it, B
+    zero. So a job that shares a base model begins with the same values as alone."""
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model).values():
         matrix_A, matrix_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -97,7 +97,7 @@ def _unknown(targets: str | list[str], names: Iterable[str]) -> list[str]:
 
 def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
     """Returns the layers for adapters, in PEFT's format. In a mixture of experts "all-linear" means
-    attention's layers, because samplers take no others."""
+    attention's layers, because samplers support no other layers."""
     if not isinstance(spec.target_modules, str):
         return list(spec.target_modules)
     if not has_experts(model.config.get_text_config().to_dict()):
@@ -110,17 +110,17 @@ def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
 
 
 def _beside_text(model: Any) -> list[str]:
-    """Returns the linear layers that no text goes through: layers of inner models such as a vision
-    tower, and of the parts that connect them."""
+    """Returns the linear layers that text does not pass through: layers of inner models such as a
+    vision tower, and of the parts that connect them."""
     decoder = model.get_decoder()
     for_text = [model.get_output_embeddings(), *decoder.modules()]
     others = [each for each in for_text[2:] if isinstance(each, PreTrainedModel)]
-    found = {id(layer) for layer in for_text}
-    found -= {id(layer) for other in others for layer in other.modules()}
+    excluded = {id(layer) for layer in for_text}
+    excluded -= {id(layer) for other in others for layer in other.modules()}
     return [
         name
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and id(layer) not in found
+        if isinstance(layer, nn.Linear) and id(layer) not in excluded
     ]
 
 
@@ -130,7 +130,7 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def is_adapters(name: str) -> bool:
-    """Returns whether the tensor of this name is an adapter's, and not the model's own."""
+    """Returns whether the tensor of this name belongs to an adapter."""
     return OWN in name
 
 

@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usage(device: torch.device) -> str:
-    """Returns how much memory is used and free, in words."""
+    """Returns a sentence on how much memory is used and free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_allocated(device)
@@ -74,7 +74,7 @@ def room_bytes(device: torch.device, num_ranks: int) -> float:
     a GPU that is shared with a sampler at the same time, the sampler's share is not available."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # CUDA's own memory is in the plan, and not in what is free.
+        # CUDA's own memory is part of the plan, and not of the free memory.
         own = free + torch.cuda.memory_reserved(device) + TRAINER_OVERHEAD["gpu"]
         settings = load_settings()
         shared = set(settings.rollout_devices) & set(settings.trainer_devices)
@@ -142,7 +142,7 @@ class MemoryPlan:
         return f"planned are {memory.peak_gib:.2f} GiB for each rank ({shown})"
 
     def saving(self, before: Job, after: Job) -> str:
-        """Returns how much less `after` needs, in words; "" if it does not lower the peak."""
+        """Returns how much less memory `after` needs, as text; "" if it does not lower the peak."""
         saved = self.memory(before).peak_gib - self.memory(after).peak_gib
         return f" ({saved:.2f} GiB less)" if saved >= 0.005 else ""
 
@@ -189,12 +189,12 @@ def knobs(
     if job.lora is None:
         after = job.model_copy(update={"lora": LoraSpec()})
         turn("[lora], which trains adapters only", after)
-    found = [text + saving for text, saving in turns if saving] or [text for text, _ in turns]
+    settings = [text + saving for text, saving in turns if saving] or [text for text, _ in turns]
     if shape and not half:
-        found.append(
+        settings.append(
             f"sampling.max_tokens: a micro-batch was one sequence of {shape[1]} tokens already"
         )
-    return "; ".join(found)
+    return "; ".join(settings)
 
 
 def _toml(value: int | bool) -> str:
@@ -217,8 +217,8 @@ def first_line(error: BaseException) -> str:
 
 def _kib_of(file: Path, *names: str) -> dict[str, int]:
     """Returns the named values of a file of "Name: 123 kB" lines, in bytes; 0 for missing ones."""
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
-    return {name: int(found.get(name, 0)) * 1024 for name in names}
+    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
+    return {name: int(values.get(name, 0)) * 1024 for name in names}
 
 
 # --- does a job fit beside the sampler? ----------------------------------------------------------

@@ -57,9 +57,10 @@ def check_model(job: Job) -> None:
 def _configuration(job: Job) -> Path:
     """Returns the configuration of a model on the hub, fetched if it is not in the cache.
 
-    transformers would retry an unreachable hub for half a minute, on every rank; this asks once.
+    transformers would retry an unreachable hub for half a minute, on every rank; this sends one
+    request.
     """
-    with contextlib.suppress(OSError, ValueError):  # not in the cache: the hub is asked next
+    with contextlib.suppress(OSError, ValueError):  # not in the cache: requested from the hub below
         return _cached_configuration(job, local_files_only=True)
     check_hub(job.model)
     try:
@@ -72,8 +73,8 @@ def _configuration(job: Job) -> Path:
 
 
 def _cached_configuration(job: Job, **options: bool) -> Path:
-    found = cached_file(job.model, "config.json", revision=job.model_revision, **options)
-    return Path(cast(str, found))
+    path = cached_file(job.model, "config.json", revision=job.model_revision, **options)
+    return Path(cast(str, path))
 
 
 def model_files(job: Job) -> list[Path]:
@@ -125,21 +126,21 @@ def _read_by_rank_0(job: Job, dtype: torch.dtype, place: torch.device) -> Any:
             model = load_model(job, dtype, place)
         else:
             model = load_model(job, dtype, torch.device("meta")).to_empty(device=place)
-            model.tie_weights()  # their tie was lost on the meta device
+            model.tie_weights()  # loading on the meta device lost their tie
     except HoneError as error:
         problem = error.problem()
     problems: list[Any] = [problem] * dist.get_world_size()
     if len(problems) > 1:
         dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise from_problem(found["status"], found, "a rank")
+    for problem in problems:
+        if problem is not None:
+            raise from_problem(problem["status"], problem, "a rank")
     return model
 
 
 def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns the causal LM with dropout off, because the trained policy must be the sampled one.
-    On the meta device it has shapes only, and no values."""
+    """Returns the causal LM with dropout off, because the trained policy must equal the sampled
+    one. On the meta device it has shapes only, and no values."""
     options: dict[str, Any] = {}
     if job.memory.attention != "auto":
         options["attn_implementation"] = job.memory.attention
@@ -183,7 +184,7 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
     """Copies the model's tokenizer into `folder`, byte for byte; a model without one makes a
     checkpoint without one.
 
-    Loading and saving it would not do: AutoTokenizer picks a class by the model's architecture,
+    It is not loaded and saved, because AutoTokenizer picks a class by the model's architecture,
     which may rewrite the file.
     """
     for file in _cached(job, list(TOKENIZER_FILES)):
@@ -192,7 +193,7 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
 
 def checkpoint_tensors(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the model's weights as `save_pretrained` would write them: under the checkpoint's
-    names and in its shapes, tied ones once. Copies only what a checkpoint stores otherwise."""
+    names and in its shapes, tied ones once. Copies only what a checkpoint stores differently."""
     kept = _without_unsaved(model, weights)
     names, changed = _in_checkpoint(model, kept)
     if not changed:
@@ -220,8 +221,8 @@ def _without_unsaved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor
 
 def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
     """Returns the names of the checkpoint's tensors, and the names of tensors other than `weights`:
-    merged from adapters, or cut or turned. Asked of tensors without memory: transformers copies
-    each that shares a buffer with others, as DeepSpeed has them."""
+    merged from adapters, cut or transposed. Computed with tensors without memory, because
+    transformers copies tensors that share a buffer, as DeepSpeed's do."""
     own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     if others := sorted(weights.keys() - own.keys()):
         return [], others
@@ -234,11 +235,11 @@ def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], l
     )
 
 
-def choose_dtype(asked: str) -> torch.dtype:
+def choose_dtype(setting: str) -> torch.dtype:
     """Returns the dtype of weights and products on this rank, by
     `shared/weights/architectures.py`."""
     chosen = architectures.choose_dtype(
-        asked,
+        setting,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         cpu_multiplies_bfloat16=cpu_multiplies_bfloat16(),
     )

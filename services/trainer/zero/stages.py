@@ -32,7 +32,8 @@ NORM_PIECE = 1 << 22
 LINEAR = torch.nn.functional.linear
 """torch's own. ZeRO-3 replaces it permanently by another, whose results differ in the last bit."""
 
-# An all-reduce for DeepSpeed's tensor-parallel inference only. Compiling it would take a minute.
+# An all-reduce that only DeepSpeed's tensor-parallel inference uses. Compiling it would take a
+# minute.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 ALLOWED = frozenset(
@@ -78,9 +79,9 @@ ALLOWED = frozenset(
 not results. A key allows all keys below it."""
 
 INSTEAD = {
-    "flops_profiler.output_file": "a job names no file that is written; the log has it",
-    "zero_optimization.offload_param.nvme_path": "a job names no folder that is written",
-    "train_batch_size": "the batch is what /train_step brings",
+    "flops_profiler.output_file": "jobs may not name files to write; it is in the log",
+    "zero_optimization.offload_param.nvme_path": "jobs may not name folders to write",
+    "train_batch_size": "the batch comes with /train_step",
     "train_micro_batch_size_per_gpu": "use memory.micro_batch_tokens",
     "gradient_accumulation_steps": "use memory.micro_batch_tokens",
     "managed_gradient_accumulation": "use memory.micro_batch_tokens",
@@ -96,8 +97,8 @@ INSTEAD = {
     "bf16": "use training.dtype",
     "torch_autocast": "use training.dtype",
     "amp": "use training.dtype",
-    "data_efficiency": "the batch is what /train_step brings",
-    "curriculum_learning": "the batch is what /train_step brings",
+    "data_efficiency": "the batch comes with /train_step",
+    "curriculum_learning": "the batch comes with /train_step",
     "activation_checkpointing": "use memory.gradient_checkpointing",
     "checkpoint": "use [checkpoints]",
     "zero_optimization.stage": "use memory.zero_stage",
@@ -140,7 +141,7 @@ def stop(zero: Any) -> None:
     next job computes as in a new process. `zero` None: cleans up after a failed start."""
     if zero is not None:
         zero.destroy()
-    # ZeRO-3 keeps each policy in these two, and frees none.
+    # ZeRO-3 keeps every policy in these two, and never frees it.
     parameter_offload.FWD_MODULE_STACK.clear()
     coordinator: Any = PartitionedParameterCoordinator
     _clear_cache_in(coordinator._PartitionedParameterCoordinator__params_to_release)
@@ -170,8 +171,8 @@ def spread(policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> N
 
 def step(zero: Any, how: Optimization) -> float | None:
     """Applies the gradients that were added up, clipped to `max_grad_norm` unless that is 0.
-    Returns their norm before that; None if it is not finite, then with weights and optimizer as
-    they were."""
+    Returns their norm before that; None if it is not finite, then with weights and optimizer
+    unchanged."""
     for group in zero.optimizer.param_groups:
         group["lr"], group["eps"] = how.learning_rate, how.eps
         group["betas"] = (how.beta1, how.beta2)
@@ -194,7 +195,7 @@ def step(zero: Any, how: Optimization) -> float | None:
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Returns the L2 norm over all gradients, summed in float64 as DeepSpeed does at the other
     stages: in float32, the norm of 50 million normal numbers is 0.4 % too small on a CPU."""
-    # In pieces, because each is copied to float64.
+    # In pieces, because each piece is copied to float64.
     pieces = [piece for gradient in gradients for piece in gradient.flatten().split(NORM_PIECE)]
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.linalg.vector_norm(torch.stack(norms)).float()
@@ -263,7 +264,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 ADAM_EPS = 1e-8
 
 DECAYS = "decays"
-"""Key of the optimizer's groups of parameters: whether weight decay is on them."""
+"""Key of the optimizer's parameter groups: whether weight decay applies to them."""
 
 
 def optimization(training: TrainingSpec, learning_rate: float) -> Optimization:
@@ -281,8 +282,8 @@ def optimization(training: TrainingSpec, learning_rate: float) -> Optimization:
 def make_optimizer(policy: nn.Module, *, offload: bool) -> torch.optim.Optimizer:
     """Returns AdamW over the trained parameters; DeepSpeed's CPU Adam if its state is offloaded.
 
-    Weight decay is on matrices only, as is usual, and not on norms and biases. Each `step` sets
-    Adam's constants.
+    Weight decay applies only to matrices, as is usual, and not to norms and biases. Each `step`
+    sets Adam's constants.
     """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.dim() >= 2]

@@ -10,7 +10,7 @@ ranks at any ZeRO stage can read them. With the same number and stage training c
 bit. Otherwise it continues from the same weights and moments, but rounds differently and draws
 other random numbers.
 
-Saving is not a collective, so a rank that cannot write keeps no other rank waiting.
+Saving is not a collective, so other ranks do not wait for a rank that cannot write.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load(zero: Any, folder: Path) -> None:
 
 
 def _files(zero: Any) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
-    """Yields tensors and first indices, one file's worth at a time. Only these copies are in host
+    """Yields tensors and first indices, those of one file at a time. Only these copies are in host
     memory."""
     tensors: dict[str, Tensor] = {}
     starts: dict[str, str] = {}
@@ -138,8 +138,8 @@ class SavedFragments:
             if first >= last:
                 continue
             with safe_open(piece.file, "pt") as tensors:
-                found = tensors.get_slice(name)[first - piece.start : last - piece.start]
-            into[first - start : last - start].copy_(found)
+                part = tensors.get_slice(name)[first - piece.start : last - piece.start]
+            into[first - start : last - start].copy_(part)
             copied += last - first
         if copied != end - start:
             raise Conflict(

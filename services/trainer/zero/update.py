@@ -16,20 +16,21 @@ known only at its step: the step itself brings the boundary, by a micro-batch wh
 The loss's denominators are the whole optimizer step's. So any split into ranks and micro-batches
 gives the gradient of one big batch.
 
-Frozen passes of a train step, before its first optimizer step and without dropout, are made for
-what they alone can tell: the trainer's log-probs before the first of several steps, or apart from
-dropout; and the reference's. They have the same micro-batches as the passes that train, so that
-their bits are the same: a reference that equals the policy has a KL of exactly 0. With one step and
-no dropout, the pass that trains tells the former itself. The ratio of the first step is taken to
-the pass that trains, dropout included, and is exactly 1.
+Frozen passes of a train step, before its first optimizer step and without dropout, compute the
+trainer's log-probs before the first of several steps, or without dropout; and the reference's
+log-probs. They have the same micro-batches as the passes that train, so that their bits are the
+same: a reference that equals the policy has a KL of exactly 0. With one step and no dropout, the
+pass that trains gives the trainer's log-probs too. The ratio of the first step is taken to the pass
+that trains, dropout included, and is exactly 1.
 
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
 random numbers become what they were, and the gradient is dropped. It is a function of the program's
 calls since its last optimizer step, which are kept: the next call or step computes them again.
 After running out of memory in a micro-batch the step or call is repeated with gradient
 checkpointing if that was off under "auto", else with half as many tokens in each, and so are all
-that follow. One rank of several that runs out of memory leaves the others waiting in a collective
-and cannot do so; it says so and ends, and the new ranks start with these settings.
+that follow. If one rank of several runs out of memory, the others wait in a collective, so the rank
+cannot repeat the step: it reports the failure and ends, and the new ranks start with these
+settings.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ from shared.wire import Example, Logprobs, Optimization, StepTotals, TokenLoss
 
 @dataclass(frozen=True)
 class FrozenLogprobs:
-    """What is known of a micro-batch before the first optimizer step, `[N]`; None where nothing
-    needs it."""
+    """Log-probs of a micro-batch before the first optimizer step, `[N]`; None where they are not
+    needed."""
 
     before_N: Tensor | None = None
     reference_N: Tensor | None = None
@@ -94,9 +95,9 @@ class FrozenLogprobs:
 
 @dataclass
 class Progress:
-    """Where a train step, a call or an optimizer step is, for its errors, and what undoes it.
-    `stepping`: the optimizer is at work, and weights may be half changed. `shape`: sequences and
-    tokens, padding included, of the present micro-batch."""
+    """The progress of a train step, a call or an optimizer step, for its errors, and how to undo
+    it. `stepping`: the optimizer is at work, and weights may be half changed. `shape`: sequences
+    and tokens, padding included, of the present micro-batch."""
 
     undo: Undo = field(default_factory=lambda: Undo(random_state()))
     num_updates: int = 0
@@ -128,7 +129,7 @@ R = TypeVar("R")
 
 
 class BatchOutOfMemory(Exception):
-    """A micro-batch did not fit into memory, all is as it was, and one within `budget` might."""
+    """A micro-batch did not fit into memory; nothing has changed. One within `budget` may fit."""
 
     def __init__(self, error: Failed, budget: PassBudget) -> None:
         super().__init__(error)
@@ -153,9 +154,9 @@ class Call:
 
 @dataclass
 class Updater:
-    """Trains a job's policy that DeepSpeed's engine `zero` holds. Every method is called on all
-    ranks together. `calls` are the calls since the last optimizer step; the gradient of those given
-    at first is not in `zero`."""
+    """Trains the policy of a job in DeepSpeed's engine `zero`. Every method is called on all ranks
+    together. `calls` are the calls since the last optimizer step; the gradient of the initial ones
+    is not in `zero`."""
 
     job: Job
     zero: Any
@@ -186,11 +187,11 @@ class Updater:
         *,
         supervised: bool = False,
     ) -> Update:
-        """Returns what training the weights of `version` on `examples` did, of a batch that was
-        sampled with `totals` (None: these examples are all of it). If `supervised`, the loss is the
-        negative log-likelihood, at temperature 1 and without a KL term. Raises Failed if a loss or
-        gradient is not finite or memory ran out, with all as it was; OutOfMemory if memory ran out
-        and this rank cannot continue."""
+        """Trains the weights of `version` on `examples` of a batch that was sampled with `totals`
+        (None: these examples are the whole batch), and returns the result. If `supervised`, the
+        loss is the negative log-likelihood, at temperature 1 and without a KL term. Raises Failed
+        if a loss or gradient is not finite or memory ran out, with everything unchanged;
+        OutOfMemory if memory ran out and this rank cannot continue."""
         return self._fitting(
             lambda: self._train_step(examples, learning_rate, totals, version, supervised)
         )
@@ -199,13 +200,13 @@ class Updater:
         self, examples: tuple[Example, ...], loss: TokenLoss
     ) -> tuple[float, Logprobs]:
         """Adds the gradient of the examples' loss, and returns the loss and the tokens' log-probs,
-        at temperature 1. Raises what `train_step` raises, with the gradient as it was."""
+        at temperature 1. Raises as `train_step`, with the gradient unchanged."""
         return self._fitting(lambda: self._add_call(examples, loss))
 
     def optim_step(self, how: Optimization) -> float:
         """Takes an optimizer step by the gradient of the calls so far, and returns the gradient's
         norm before clipping; without a call it is 0 and Adam's means decay. Raises Failed if the
-        gradient is not finite: then it is dropped, and weights and optimizer are as they were."""
+        gradient is not finite: then it is dropped, and weights and optimizer are unchanged."""
         self._fitting(self._restore_gradient)
         num_calls, progress = len(self.calls), Progress(passing="the optimizer step")
         try:
@@ -223,8 +224,8 @@ class Updater:
         return norm
 
     def swap_out(self) -> list[Call]:
-        """Drops the gradient so far, and returns the calls of which another Updater computes it
-        again once it is added to or stepped by."""
+        """Drops the gradient so far, and returns its calls, from which another Updater computes it
+        again when it is needed."""
         if self.calls and not self._is_dropped:
             drop_gradients(self.zero)
         return self.calls
@@ -254,8 +255,8 @@ class Updater:
         """Returns the log-probs of the examples' sampled tokens, on all ranks, by the policy and by
         the reference (empty without one)."""
         self.policy.temperature = self.job.temperature
-        asked = {"policy": lambda batch: self.policy(batch)[0], "reference": self.reference}
-        passes = [ask for ask in asked.values() if ask is not None]
+        passes_of = {"policy": lambda batch: self.policy(batch)[0], "reference": self.reference}
+        passes = [ask for ask in passes_of.values() if ask is not None]
         num_tokens = sum(map(num_sampled, examples))
         tokens_PN = torch.zeros((len(passes), num_tokens), device=self.device)
         for batch in self._planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
@@ -264,7 +265,7 @@ class Updater:
                 logprobs_N = ask(on_device)
                 if batch.weight:
                     tokens_PN[row, on_device.places_N] = logprobs_N.float()
-        dist.all_reduce(tokens_PN)  # each token is one rank's, and 0 elsewhere
+        dist.all_reduce(tokens_PN)  # each token has its value on one rank, and 0 on the others
         rows = [Logprobs(row.tobytes()) for row in tokens_PN.cpu().numpy().astype("<f4")]
         return rows[0], rows[1] if len(rows) > 1 else Logprobs()
 
@@ -422,10 +423,10 @@ class Updater:
         progress: Progress,
     ) -> tuple[list[Minibatch], list[list[FrozenLogprobs]]]:
         """Returns the minibatches, with "dpo" with the advantages that their pairs' margins give,
-        and what frozen passes tell of each micro-batch."""
+        and the results of frozen passes over each micro-batch."""
         reference = self.reference if training.has_reference else None
         prefers = training.objective == "dpo"
-        has_ratio = training.objective == "rl"  # of the policy to what it was before the updates
+        has_ratio = training.objective == "rl"  # of the policy to the policy before the updates
         ask_policy = prefers or (has_ratio and (progress.num_updates > 1 or self.has_dropout))
 
         @torch.no_grad()
@@ -446,9 +447,9 @@ class Updater:
                 (batch, of_batch.before_N, of_batch.reference_N)
                 for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
             ]
-            found = Preferences.of(examples, of_batches, training.dpo_beta, self.device)
-            metrics.preferences = found
-            micro_batches = tuple(map(found.applied, minibatch.micro_batches))
+            preferences = Preferences.of(examples, of_batches, training.dpo_beta, self.device)
+            metrics.preferences = preferences
+            micro_batches = tuple(map(preferences.applied, minibatch.micro_batches))
             minibatches = [dataclasses.replace(minibatch, micro_batches=micro_batches)]
         return minibatches, frozen
 
@@ -514,9 +515,10 @@ class Updater:
 
     @contextmanager
     def _undone_on_failure(self, progress: Progress) -> Iterator[None]:
-        """Makes all as it was before the block, where that raises NonFiniteLoss or runs out of
-        memory, and drops the gradient of the calls. After the latter raises BatchOutOfMemory if
-        half the tokens might fit, else Failed, or OutOfMemory if this rank cannot continue."""
+        """Restores the state before the block if the block raises NonFiniteLoss or runs out of
+        memory, and drops the gradient of the calls. After running out of memory raises
+        BatchOutOfMemory if half the tokens may fit, else Failed, or OutOfMemory if this rank cannot
+        continue."""
         try:
             yield
         except NonFiniteLoss:
@@ -530,13 +532,13 @@ class Updater:
         self._is_dropped = True
 
     def _out_of_memory(self, error: Exception, progress: Progress) -> Exception:
-        """Returns the error that says what to do, after making all as it was if this rank can.
-        Raises any error that is not one of memory unchanged."""
+        """Returns an error that says what to do, after restoring the state if this rank can. Raises
+        any error that is not an out-of-memory error unchanged."""
         if not is_out_of_memory(error):
             raise error
         there_is = usage(self.device)
-        said = first_line(error)
-        traceback.clear_frames(error.__traceback__)  # they hold the activations
+        reason = first_line(error)
+        traceback.clear_frames(error.__traceback__)  # the frames hold the activations
         num_ranks = dist.get_world_size()
         kept = num_ranks == 1 and (progress.undo.snapshot is not None or not progress.stepping)
         if kept:
@@ -560,7 +562,7 @@ class Updater:
             else "this rank cannot continue from here"
         )
         sentence = (
-            f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
+            f"out of memory in {progress} ({reason}); {there_is}; {planned}{state}. Turn one "
             f"of: {turn}"
         )
         tokens = job.memory.micro_batch_tokens
@@ -577,5 +579,5 @@ class Updater:
 def refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:
     """Returns the loss, with a gradient that is NaN for all log-probs where the loss is not finite:
     clamping can hide a NaN from the gradient, and a step is refused by its gradient, on all ranks
-    together. No one asks for the loss's value here: that would wait for the GPU."""
+    together. The value of the loss is not read here, because that would wait for the GPU."""
     return loss + logprobs_N.sum() * torch.where(loss.detach().isfinite(), 0.0, math.nan)

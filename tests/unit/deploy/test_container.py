@@ -115,7 +115,7 @@ def test_a_place_is_one_samplers_until_it_ends(tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["container", "roll-out"])
-    with pytest.raises(SystemExit, match="'roll-out' is no service; expected one of"):
+    with pytest.raises(SystemExit, match="'roll-out' is not a service; expected one of"):
         container.main()
 
 

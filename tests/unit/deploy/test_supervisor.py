@@ -94,7 +94,7 @@ def test_shared_memory_that_another_has_laid_out_is_refused(tmp_path: Path) -> N
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (shared / "hone-1").symlink_to(elsewhere)
     supervisor = Supervisor(Settings(shm_dir=shared / "hone-1"), tmp_path / "stack")
-    with pytest.raises(BadRequest, match=r"is a link to .*; HONE_SHM_DIR names another folder"):
+    with pytest.raises(BadRequest, match=r"is a link to .*; set HONE_SHM_DIR to another folder"):
         supervisor._own_shared_memory()
     assert not [*elsewhere.iterdir()]
 

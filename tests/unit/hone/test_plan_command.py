@@ -134,7 +134,7 @@ def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: P
         (("--set", "model=owner/none"), "neither a folder here nor in the Hugging Face cache"),
         (("--set", "model=/nowhere/at/all"), "there is no folder '/nowhere/at/all' here"),
         (("--set", "memory.zero_stag=1"), "unknown key 'memory.zero_stag'; did you mean"),
-        (("--set", "sampling.group_size=1"), "sampling.group_size is 1: a lone completion has"),
+        (("--set", "sampling.group_size=1"), "sampling.group_size is 1: a single completion has"),
         (("--set", "rewards.0.grader=lenght"), "no grader 'lenght'; did you mean 'length'?"),
         (("--set", "rewards.0.params.maxx=1"), "params of reward 'length': unknown key 'maxx'"),
     ],

@@ -230,7 +230,7 @@ def test_an_agent_that_fails_without_room_leaves_a_cut_off_rollout() -> None:
     assert not environment_failed(group) and tokens(group) == [0] and rollout.error is None
     assert rollout.info == {
         "reward": None,
-        "reward_error": "the agent failed after its conversation had no room for an answer: "
+        "reward_error": "the agent failed after its conversation had used up the context: "
         "BadRequestError: no room",
         "agent": {"guesses": 2.0},
     }
@@ -249,7 +249,7 @@ def test_an_episode_that_kills_five_workers_has_no_reward(short: None) -> None:
     group, _ = played(around, worker)
     assert environment_failed(group) and len(around.opened) == 15
     assert group.rollouts[0].error == (
-        "5 workers died while they played it: worker 'w4' was not heard of for 0.2 s"
+        "5 workers died while they played it: worker 'w4' sent nothing for 0.2 s"
     )
 
 
@@ -303,7 +303,7 @@ def test_an_agent_that_is_not_done_in_time_is_stopped() -> None:
     group, unwanted = played(around, worker)
     assert len(unwanted) == 1 and len(around.opened) == 1
     assert group.rollouts[0].finish_reason == "timeout"
-    assert group.rollouts[0].error == "the agent was not done after 0.1 s"
+    assert group.rollouts[0].error == "the agent did not finish within 0.1 s"
 
 
 def test_a_job_that_ends_takes_its_episodes_back() -> None:

@@ -684,7 +684,7 @@ def test_columns_that_json_has_not_are_left_out_where_nothing_reads_them(
     assert check_rows(asked, prompts)[1].row == {"prompt": "b", "level": 1}
     for note, (column, kind) in zip(notes_of(prompts), KINDS_LEFT_OUT.items(), strict=True):
         assert note.startswith(f"column {column!r} of dataset {train!r} is left out of its rows")
-        assert f"its type is {kind}; if a reward reads it, write it" in note
+        assert f"its type is {kind}; if a reward reads it, convert" in note
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -709,8 +709,8 @@ def test_a_column_that_json_has_not_is_refused_by_name_and_type_where_it_is_read
         load({"train": train, "streaming": streaming, **data}, settings)
     assert raised.value.detail == (
         f"{key} reads the column {column!r} of dataset {train!r}, whose type is "
-        f"{KINDS_LEFT_OUT[column]}; expected text, numbers, or lists and tables of them: write it "
-        "into the data as text"
+        f"{KINDS_LEFT_OUT[column]}; expected text, numbers, or lists and tables of them: convert "
+        "the column to text"
     )
 
 

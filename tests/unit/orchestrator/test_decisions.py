@@ -198,7 +198,7 @@ def test_every_remedy_that_sets_a_key_sets_one_that_resuming_takes() -> None:
     named = {key for file in SOURCES for key in REMEDY.findall(file.read_text(encoding="utf-8"))}
     assert {"steps", "stop.max_cost", "weight_sync", "memory.micro_batch_tokens"} <= named
     assert {key for key in named if key.partition(".")[0] not in RESUMED_WITH} == set()
-    with pytest.raises(BadRequest, match="is another job, to be submitted"):
+    with pytest.raises(BadRequest, match="makes another job: submit it as a new one"):
         changed(make_job(), ["lora.target_modules=all"])
     assert changed(make_job(), ["memory.micro_batch_tokens=64"]).memory.micro_batch_tokens == 64
 

@@ -30,7 +30,7 @@ def test_a_job_that_was_deleted_does_not_run_again(tmp_path: Path) -> None:
     folder.write_note(Note(created_at=1.0, status="running"))
     assert outcome_from_disk(folder) is None
     folder.mark_deleted()
-    assert outcome_from_disk(folder) == Outcome("cancelled", "was deleted; its run folder is left")
+    assert outcome_from_disk(folder) == Outcome("cancelled", "was deleted; its run folder was kept")
     folder.write_note(ENDED)
     assert outcome_from_disk(folder) == Outcome("failed", "no such model")
 

@@ -95,8 +95,8 @@ def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(folder:
         f"{str(folder.path / 'job.json')!r} is of the same job id with another job: "
         "rewards.0.file was None and is 'r.py'; "
         f"rewards.0.source was None and is '{'x' * 59}...; "
-        "seed was 0 and is 1; to continue would not be faithful to what is in the run folder: "
-        "put it back as it was, or submit the job anew"
+        "seed was 0 and is 1; continuing would contradict the stored steps: restore that file, or "
+        "submit the job again"
     )
 
 

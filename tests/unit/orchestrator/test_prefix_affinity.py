@@ -8,11 +8,19 @@ import pytest
 
 from services.orchestrator.samplers.admission import PrefixAffinity
 from services.orchestrator.samplers.sampler import Sampler
-from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, TokenIds, WeightsRef
+from shared.wire import (
+    ConversationPrefix,
+    GenerateRequest,
+    Rollout,
+    RolloutGroup,
+    Span,
+    TokenIds,
+    WeightsRef,
+)
 
 NEXT = GenerateRequest(
     prompt=({"role": "user", "content": "a"},),
-    known=Known(num_messages=2, token_ids=TokenIds((1, 2))),
+    known=ConversationPrefix(num_messages=2, token_ids=TokenIds((1, 2))),
 )
 
 
@@ -57,7 +65,7 @@ def test_kept_prefixes_are_of_the_version_that_began_the_conversation_there(
     sampler.begin(version())
     affinity.note("c", affinity.find("c"), sampler, sampled_by(5))
     holder = affinity.find("c")
-    assert affinity.request(NEXT, holder, sampler).known == Known(
+    assert affinity.request(NEXT, holder, sampler).known == ConversationPrefix(
         num_messages=2, token_ids=TokenIds((1, 2)), version=3
     )
     other = Sampler(cast(Any, None))
@@ -65,7 +73,7 @@ def test_kept_prefixes_are_of_the_version_that_began_the_conversation_there(
     affinity.note("c", holder, other, sampled_by(5))
     other.begin(version())
     affinity.note("c", None, other, sampled_by(6))
-    assert affinity.request(NEXT, affinity.find("c"), other).known == Known(
+    assert affinity.request(NEXT, affinity.find("c"), other).known == ConversationPrefix(
         num_messages=2, token_ids=TokenIds((1, 2)), version=6
     )
 

@@ -144,8 +144,8 @@ def test_a_dry_run_shows_text_prompts_without_and_with_the_models_chat_template(
     row = {"prompt": "w5 w6", "answer": "w7", "chosen": "w7", "rejected": "w8"}
     assert dry_notes(job_of(folder, [row], **changes), settings) == (
         f"the prompts are text, and go to the model {str(folder)!r} without its chat template: row "
-        "0 as 'w5 w6'; as a chat message it would be 'user w5 w6 '. If the model is to be asked as "
-        "in a chat, make messages of the prompts: data.messages, or data.system_prompt",
+        "0 as 'w5 w6'; as a chat message it would be 'user w5 w6 '. If the model is a chat model, "
+        "make messages of the prompts: data.messages, or data.system_prompt",
     )
     chat = row | {"prompt": [{"role": "user", "content": "w5 w6"}]}
     assert dry_notes(job_of(folder, [chat], **changes), settings) == ()

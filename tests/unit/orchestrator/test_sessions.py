@@ -143,7 +143,7 @@ async def test_a_retry_gets_the_same_answer_and_leaves_no_turn() -> None:
         ChatRequest(messages=tuple(agent.messages[:-1])), key="a", again=False
     )
     assert by_key.message == agent.messages[-1]
-    with pytest.raises(Conflict, match="'a' came before with another body"):
+    with pytest.raises(Conflict, match="'a' was used before with another body"):
         await agent.session.answer(agent.request(), key="a", again=False)
     assert row(agent.session.rollout()) == rendered(sampler, agent.messages)
 
@@ -249,7 +249,7 @@ async def test_turns_by_token_ids_go_on_from_the_tokens() -> None:
     assert sampler.asked[1].sampling.max_tokens == 120 - length
     await session.turn(TurnRequest("3", token_ids=(1, 2, 3)), Limits(), key=None, again=False)
     (rollout,) = session.rollout().rollouts
-    assert rollout.branches[0].because == "its tokens do not begin with those recorded"
+    assert rollout.branches[0].because == "its tokens do not begin with the recorded ones"
 
 
 async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off() -> None:
@@ -290,7 +290,7 @@ async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
     assert found(api_key=session.api_key) is found(name="task-1") is session
     assert found(api_key="sk-other", name="other") is None
     none = session.rollout().rollouts[0]
-    assert none.went_wrong and none.error == "the agent got no answer of the model"
+    assert none.went_wrong and none.error == "the agent received no answer of the model"
     sampler.may_answer.clear()
     under_way = asyncio.create_task(Agent(session).say())
     await asyncio.sleep(0.01)

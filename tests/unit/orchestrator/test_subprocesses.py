@@ -60,5 +60,7 @@ async def test_a_process_that_ends_without_a_result_is_named_with_its_last_line(
 
 
 async def test_work_that_takes_too_long_is_named_with_its_deadline() -> None:
-    with pytest.raises(SubprocessTimeout, match=r"^reading the data 'x' was not done in 0.1 s$"):
+    with pytest.raises(
+        SubprocessTimeout, match=r"^reading the data 'x' did not finish within 0.1 s$"
+    ):
         await run_in_subprocess(time.sleep, 60, deadline_s=0.1, what="reading the data 'x'")

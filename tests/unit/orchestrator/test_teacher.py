@@ -218,7 +218,7 @@ def test_a_teacher_that_is_away_is_waited_for_and_the_job_hears_of_it(
     assert told[-1].startswith("the teacher service is back")
     endpoint.answers = [status(503)]
     (score,) = scored(endpoint.teacher(wait_s=0.05), group_of(rollout(4)), 1.0)
-    assert "it was waited for 0.05 s" in score.parts["teacher"].detail
+    assert "retried for 0.05 s" in score.parts["teacher"].detail
 
 
 def test_what_the_teacher_gave_before_is_not_asked_for_again(endpoint: Endpoint) -> None:

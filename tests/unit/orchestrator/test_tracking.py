@@ -90,7 +90,7 @@ async def test_a_wandb_that_hangs_neither_keeps_steps_waiting_nor_the_end_for_lo
         tracker.log(step, {})
     await tracker.finish(False)
     assert time.monotonic() - start < 5
-    assert tracker.trouble is not None and "did not take the rest" in tracker.trouble
+    assert tracker.trouble is not None and "did not accept the rest" in tracker.trouble
     released.set()
 
 

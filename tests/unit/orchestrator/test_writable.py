@@ -22,7 +22,7 @@ def test_a_folder_that_is_missing_stays_missing(tmp_path: Path) -> None:
     runs_dir = tmp_path / "runs"
 
     assert why_not_writable(runs_dir) == (
-        f"folder {str(runs_dir)!r} is not there; mount its volume, or check HONE_RUNS_DIR"
+        f"folder {str(runs_dir)!r} does not exist; mount its volume, or check HONE_RUNS_DIR"
     )
     assert not runs_dir.exists()
 
@@ -61,7 +61,7 @@ async def test_a_folder_that_hangs_is_said_to_take_no_file(
     monkeypatch.setattr(writable, "why_not_writable", lambda _: answers.wait(60))
 
     assert await RunsDirCheck(tmp_path, answers_within_s=0.05).why_not() == (
-        f"folder {str(tmp_path)!r} did not take a small file within 0.05 s; check HONE_RUNS_DIR "
+        f"folder {str(tmp_path)!r} could not be written within 0.05 s; check HONE_RUNS_DIR "
         "and its disk"
     )
     answers.set()

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.rollout.weights.copies import Copies, Fetcher
-from services.rollout.weights.loading import VerifiedAdapter, prove
+from services.rollout.weights.loading import VerifiedAdapter, verify
 from services.rollout.weights.proofs import AdapterConfig, ExpectedVersion, adapter_shapes
-from services.trainer.disk.weights import Publisher, published_file
+from services.trainer.publishing import Publisher, published_file
 from shared.errors import BadRequest
 from shared.settings import Settings
 from shared.weights.folders import CONFIG, FILES, WEIGHTS, adapter_digests
@@ -67,12 +67,12 @@ async def test_a_sampler_on_another_machine_fetches_both_files_and_resumes(
         ref = published(settings, server)
         here = ref.model_copy(update={"path": str(tmp_path / "elsewhere" / "a1")})
         copies = Copies(tmp_path / "copies", Fetcher(server.url, patience_s=5))
-        proven = await prove(here, expected, copies)
-    assert isinstance(proven, VerifiedAdapter)
-    assert (proven.digest, proven.received_bytes) == (ref.digest, ref.size_bytes)
-    assert adapter_digests(proven.copy.folder) == ref.tensors
+        verified = await verify(here, expected, copies)
+    assert isinstance(verified, VerifiedAdapter)
+    assert (verified.digest, verified.received_bytes) == (ref.digest, ref.size_bytes)
+    assert adapter_digests(verified.copy.folder) == ref.tensors
     assert server.ranges.count(None) == 2, "each begun once"
-    assert proven.copy.folder.parent == tmp_path / "copies" / "adapters"
+    assert verified.copy.folder.parent == tmp_path / "copies" / "adapters"
 
 
 async def test_a_sampler_that_sees_the_folder_makes_a_copy_of_its_own(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_a_sampler_that_sees_the_folder_makes_a_copy_of_its_own(tmp_path: 
     with CutServer().running() as server:
         ref = published(settings, server)
     copies = Copies(tmp_path / "copies", Fetcher("http://127.0.0.1:9", patience_s=0))
-    first, second = [await prove(ref, expected, copies) for _ in range(2)]
+    first, second = [await verify(ref, expected, copies) for _ in range(2)]
     assert isinstance(first, VerifiedAdapter) and isinstance(second, VerifiedAdapter)
     assert (first.received_bytes, first.copy.folder != second.copy.folder) == (0, True)
     assert sorted(file.name for file in first.copy.folder.iterdir()) == sorted(FILES)
@@ -101,4 +101,4 @@ async def test_files_that_are_no_adapters_are_not_fetched(tmp_path: Path) -> Non
     copies = Copies(tmp_path / "copies", Fetcher("http://127.0.0.1:9"))
     expected = ExpectedVersion(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
     with pytest.raises(BadRequest, match=r"'files': got \['model.safetensors'\], expected"):
-        await prove(ref, expected, copies)
+        await verify(ref, expected, copies)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save
 
 from services.rollout.weights.copies import Copies, Fetcher
-from services.rollout.weights.loading import prove
+from services.rollout.weights.loading import verify
 from services.rollout.weights.proofs import ExpectedVersion
 from shared.errors import Failed, Unavailable
 from shared.weights.folders import digest, stored_tensors, tensor_digests
@@ -146,8 +146,8 @@ async def test_bytes_that_changed_on_the_way_are_refused_and_fetched_anew(
     copies = Copies(tmp_path / "copies", Fetcher(server.url))
     server.files[PATH] = data[:-1] + b"\x01"
     with pytest.raises(Failed, match="1 tensors differ, the first is 'b'") as caught:
-        await prove(ref, expected, copies)
+        await verify(ref, expected, copies)
     assert caught.value.code == "digest_differs"
     server.files[PATH] = data
-    proven = await prove(ref, expected, copies)
-    assert (proven.digest, proven.received_bytes) == (ref.digest, len(data))
+    verified = await verify(ref, expected, copies)
+    assert (verified.digest, verified.received_bytes) == (ref.digest, len(data))

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from services.rollout.engine import Engine
 from services.rollout.weights.copies import Copies, Fetcher
-from services.rollout.weights.loading import VerifiedWeights, prove
+from services.rollout.weights.loading import VerifiedWeights, verify
 from services.rollout.weights.proofs import ExpectedVersion
-from services.trainer.disk.weights import Publisher, published_file
+from services.trainer.publishing import Publisher, published_file
 from shared.errors import Failed, Unavailable
 from shared.settings import Settings
 from shared.weights.folders import digest_of
@@ -54,11 +54,11 @@ class Both:
     loaded = Path()
 
     async def load(self, ref: DeltaWeights) -> VerifiedWeights:
-        proven = await prove(ref, EXPECTED, self.copies)
-        assert isinstance(proven, VerifiedWeights)
-        await proven.load(cast(Engine, self))
-        assert digest_of(self.loaded) == ref.digest == proven.digest
-        return proven
+        verified = await verify(ref, EXPECTED, self.copies)
+        assert isinstance(verified, VerifiedWeights)
+        await verified.load(cast(Engine, self))
+        assert digest_of(self.loaded) == ref.digest == verified.digest
+        return verified
 
     async def load_files(self, folder: Path) -> None:
         """As an engine does."""

@@ -22,7 +22,5 @@ def test_a_folder_without_a_whole_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
-        with pytest.raises(
-            BadRequest, match="has no tokenizer: it knows no token but special ones"
-        ):
+        with pytest.raises(BadRequest, match="has no tokenizer: it has only special tokens"):
             load_tokenizer(model)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.rollout.weights.copies import Copies, Fetcher
-from services.rollout.weights.loading import LOADERS, prove, published_folder
+from services.rollout.weights.loading import LOADERS, published_folder, verify
 from services.rollout.weights.proofs import (
     ExpectedVersion,
     compare,
@@ -89,8 +89,8 @@ def expected(folder: Path, **shapes: tuple[int, ...]) -> ExpectedVersion:
 
 async def test_a_proven_version_has_the_digest_of_its_tensors(published: Path) -> None:
     digest = digest_of(published)
-    proven = await prove(ref(published, digest), expected(published), NO_COPIES)
-    assert proven.digest == digest
+    verified = await verify(ref(published, digest), expected(published), NO_COPIES)
+    assert verified.digest == digest
 
 
 @pytest.mark.parametrize("method", ["disk", "reload", "restart"])
@@ -102,9 +102,9 @@ async def test_what_another_host_wrote_is_brought_in_before_it_is_read(
     there = ref(published, digest).model_copy(update={"method": method})
     unseen = expected(published)
     with pytest.raises(Failed, match="does the sampler see the trainer's volume"):
-        await prove(there, unseen, NO_COPIES)
+        await verify(there, unseen, NO_COPIES)
     seen = replace(unseen, refresh=lambda: run_for_volume(f"mv {elsewhere} {published}", "test"))
-    assert (await prove(there, seen, NO_COPIES)).digest == digest
+    assert (await verify(there, seen, NO_COPIES)).digest == digest
 
 
 async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(published: Path) -> None:
@@ -116,13 +116,13 @@ async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(publishe
         r"\(1 tensors differ, the first is 'norm'\); "
         "it was not loaded",
     ) as caught:
-        await prove(other, expected(published), NO_COPIES)
+        await verify(other, expected(published), NO_COPIES)
     assert caught.value.code == "digest_differs"
 
 
 async def test_a_digest_of_another_version_of_hone_is_refused_as_that(published: Path) -> None:
     with pytest.raises(Failed, match="must be of the same version of Hone") as caught:
-        await prove(ref(published, "0" * 64), expected(published), NO_COPIES)
+        await verify(ref(published, "0" * 64), expected(published), NO_COPIES)
     assert caught.value.code == "digest_differs"
 
 
@@ -130,17 +130,19 @@ async def test_tensors_of_another_model_are_another_fault_than_other_bytes(
     published: Path,
 ) -> None:
     with pytest.raises(Failed, match="does not fit the model") as caught:
-        await prove(ref(published, digest_of(published)), expected(published, norm=(3,)), NO_COPIES)
+        await verify(
+            ref(published, digest_of(published)), expected(published, norm=(3,)), NO_COPIES
+        )
     assert caught.value.code == "tensors_differ"
 
 
 async def test_a_wrongly_typed_tensor_is_refused_with_both_dtypes(published: Path) -> None:
     model = replace(expected(published), dtypes={"norm": "BF16", "bias": "F32"})
     good = ref(published, digest_of(published))
-    await prove(good, model, NO_COPIES)  # float32 stands for bfloat16
+    await verify(good, model, NO_COPIES)  # float32 stands for bfloat16
     model = replace(model, dtypes={"norm": "F32", "bias": "I64"})
     with pytest.raises(Failed, match="'bias' has dtype F32, expected I64") as caught:
-        await prove(good, model, NO_COPIES)
+        await verify(good, model, NO_COPIES)
     assert caught.value.code == "tensors_differ"
 
 
@@ -149,20 +151,20 @@ async def test_a_file_cut_short_is_refused_as_not_what_was_published(published: 
     file = published / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Failed, match=r"cannot be read: .* is not a whole safetensors") as caught:
-        await prove(whole, expected(published), NO_COPIES)
+        await verify(whole, expected(published), NO_COPIES)
     assert caught.value.code == "digest_differs"
 
 
 async def test_a_folder_that_is_gone_is_to_be_published_again(published: Path) -> None:
     with pytest.raises(Failed, match="v4', which is not a folder here") as caught:
-        await prove(ref(published.parent / "v4"), expected(published), NO_COPIES)
+        await verify(ref(published.parent / "v4"), expected(published), NO_COPIES)
     assert caught.value.code == "not_seen"
 
 
 async def test_a_method_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
     unknown = ref(tmp_path).model_copy(update={"method": "pigeon"})
     with pytest.raises(BadRequest, match=r"got method 'pigeon', expected one of \['delta', 'disk'"):
-        await prove(unknown, expected(tmp_path / "shm"), NO_COPIES)
+        await verify(unknown, expected(tmp_path / "shm"), NO_COPIES)
 
 
 def test_every_method_that_a_job_can_name_has_a_loader() -> None:

@@ -50,7 +50,7 @@ def test_a_mixture_of_experts_that_was_not_tried_is_a_warning() -> None:
     assert said is not None
     assert said.startswith(
         "the model 'm' is a mixture of experts of the architecture 'OlmoeForCausalLM', which was "
-        "not tried; tried were MixtralForCausalLM and Qwen3MoeForCausalLM"
+        "not tested; tested were MixtralForCausalLM and Qwen3MoeForCausalLM"
     )
 
 

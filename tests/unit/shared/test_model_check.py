@@ -69,7 +69,7 @@ def test_a_whole_folder_is_taken(tmp_path: Path) -> None:
         (lengthened, "model.safetensors': it has "),
         (
             tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
-            "config.json': it tells of a tensor 'model.layers.1.mlp.up_proj.weight', which no file",
+            "config.json': it names a tensor 'model.layers.1.mlp.up_proj.weight', which no file",
         ),
         (
             tensors(lambda found: found.update({"lm_head.weight": numpy.zeros((23, 16))})),
@@ -78,7 +78,7 @@ def test_a_whole_folder_is_taken(tmp_path: Path) -> None:
         ),
         (configured(num_hidden_layers=1), "its num_hidden_layers is 1"),
         (configured(architectures=[]), "config.json': it names no architecture"),
-        (configured(architectures=["BertForTokenClassification"]), "is no language model that"),
+        (configured(architectures=["BertForTokenClassification"]), "is not a language model that"),
         (configured(quantization_config={}), "quantized weights cannot be trained"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read as JSON: "),
         (in_shards, "it names 'model-00002-of-00002.safetensors', which is not in the folder"),

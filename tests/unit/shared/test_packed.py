@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused(kind: type[Any], numbers: list[Any]) -> No
 
 
 def test_bytes_that_are_no_whole_number_of_entries_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 bytes are no whole number of entries of 4 bytes"):
+    with pytest.raises(ValueError, match="5 bytes are not a whole number of entries of 4 bytes"):
         TokenIds(b"12345")
 
 

@@ -20,7 +20,7 @@ def test_the_command_is_run_and_none_is_none(tmp_path: Path) -> None:
     ("command", "sentence"),
     [
         ("sh -c 'echo busy >&2; exit 3'", "exit 3'\" ended with exit code 3: busy$"),
-        ("/nowhere/sync", r"seen: '/nowhere/sync' was not run to its end: .*No such file"),
+        ("/nowhere/sync", r"seen: '/nowhere/sync' did not finish: .*No such file"),
     ],
 )
 def test_a_command_that_fails_is_told_with_what_it_said(command: str, sentence: str) -> None:

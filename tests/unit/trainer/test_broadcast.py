@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from services.trainer import transfer
-from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import rank_environment
+from services.trainer.publishing import Publisher
 from services.trainer.transfer import Broadcast, Member, chunks, join_group, location, share
 from services.trainer.zero.models import checkpoint_tensors, model_tensors
 from shared.errors import BadRequest, Conflict

@@ -126,7 +126,7 @@ def test_a_checkpoint_of_another_job_is_refused_and_the_loaded_job_stays(tmp_pat
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(job_request("c"))
     with pytest.raises(
-        Conflict, match="it is of job 'b', and this is job 'a'; move it away to begin anew"
+        Conflict, match="it is of job 'b', and this is job 'a'; move it away to start again"
     ):
         trainer.load_job(job_request("a"))
     assert not engines[0].closed
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_fingerprints(tmp_pat
         ),
         (
             lambda path: os.truncate(path / "trainer/manifest.json", 100),
-            "trainer/manifest.json is cut off or garbled",
+            "trainer/manifest.json is incomplete or garbled",
         ),
     ],
     ids=["missing", "truncated", "garbled", "no manifest", "truncated manifest"],

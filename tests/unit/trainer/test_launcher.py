@@ -169,7 +169,7 @@ def test_no_checkpoint_is_begun_once_the_launcher_stops_and_several_ranks_write_
     with folder.writing(), LaunchFolder(tmp_path).writing():
         assert not folder.end_writing(0.0)
     assert folder.end_writing(0.0)
-    with pytest.raises(Unavailable, match="the trainer stops, and begins no checkpoint"):
+    with pytest.raises(Unavailable, match="the trainer is stopping, and begins no checkpoint"):
         folder.writing().__enter__()
 
 

@@ -150,7 +150,7 @@ def an_answer(advantage: float, prompt: tuple[int, ...] = (1,)) -> Example:
     [
         ([an_answer(1)], "got 1 examples, expected pairs"),
         ([an_answer(-1), an_answer(1)], "examples 0 and 1 have advantages -1 and 1, expected one"),
-        ([an_answer(1), an_answer(-1, (3,))], "examples 0 and 1 have unlike prompts"),
+        ([an_answer(1), an_answer(-1, (3,))], "examples 0 and 1 have different prompts"),
     ],
 )
 def test_what_is_no_pair_is_refused(examples: list[Example], message: str) -> None:

@@ -135,4 +135,4 @@ def test_a_node_whose_store_is_gone_ends():
 
     ended: list[str] = []
     rendezvous.send_heartbeats(Gone(), node(1, 1)[1], ended.append)  # pyright: ignore[reportArgumentType]
-    assert ended == ["node 0 is gone: Broken pipe"]
+    assert ended == ["node 0 ended: Broken pipe"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import RestartHistory
+from services.trainer.publishing import Publisher
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.job import LoraSpec
 from shared.wire import (

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from services.trainer.disk import folders
-from services.trainer.disk.weights import METHODS, Publisher, published_file
+from services.trainer.publishing import METHODS, Publisher, published_file
 from shared.errors import Failed
 from shared.job import SyncMethod
 from shared.settings import Settings

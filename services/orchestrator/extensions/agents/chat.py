@@ -34,7 +34,7 @@ OF_CHAT = {
 }
 
 CHOICES = {name: name for name in ("auto", "none", "required")}
-"""OpenAI's words for a choice of tools."""
+"""OpenAI's names for a choice of tools."""
 
 OF_COMPLETIONS = {"prompt", "max_tokens", "stop", "stop_token_ids"}
 
@@ -59,7 +59,7 @@ def read_chat(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
 
 
 def _message(given: Any) -> Any:
-    """Returns the message with what says something. Templates know no "developer"."""
+    """Returns the message without empty fields. Templates know "system", but not "developer"."""
     if not isinstance(given, dict):
         return given
     said = {name: value for name, value in given.items() if value not in (None, [])}
@@ -107,8 +107,8 @@ def _head(answer: Answer, asked: Body, kind: str) -> dict[str, Any]:
 
 
 def stream_chat(answer: Answer, asked: Body) -> str:
-    """Returns the chat completion in chunks: the message, how it ended, and the usage if asked
-    for."""
+    """Returns the chat completion in chunks: the message, its finish reason, and the usage if
+    requested."""
     whole = chat_body(answer, asked)
     (choice,) = whole["choices"]
     delta = {name: value for name, value in choice.pop("message").items() if value is not None}
@@ -145,7 +145,7 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[TurnRequest, Limit
     ids = tuple(listed) if all(_is_token_id(id) for id in listed) else ()
     if not prompt or not (isinstance(prompt, str) or ids):
         raise BadRequest(f"{name!r} is {prompt!r:.80}; expected one text, or the token ids of one")
-    _, bounds = chat_turn(  # which checks the limits
+    _, bounds = chat_turn(  # checks the limits
         messages=[{"role": "user"}],
         max_tokens=limits.get("max_tokens"),
         stop=stops(limits),
@@ -202,7 +202,7 @@ def read_tokens(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
 
 
 def tokens_body(answer: Answer, asked: Body) -> dict[str, Any]:
-    """Returns vLLM's answer. Its tokens have their log-probs, always."""
+    """Returns the answer in vLLM's form, always with log-probs."""
     content = [{**each, "top_logprobs": []} for each in logprobs_of(answer)]
     choice = {
         "index": 0,

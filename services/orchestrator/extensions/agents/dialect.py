@@ -1,5 +1,5 @@
-"""What the dialects of agents' APIs have in common: a request becomes a turn of a session, and the
-answer a body of the dialect, whole or as a stream. docs/agents.md has the fields for users."""
+"""Common parts of the dialects, the APIs that agents call: a request becomes a turn of a session,
+and the answer a body in the dialect, whole or as a stream. docs/agents.md lists the fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Values of fields that a session cannot honour, and that ask for nothing."""
+"""Fields that a session cannot honour, each with the values by which a client asks for nothing."""
 
 IGNORED = frozenset(
     {
@@ -48,15 +48,15 @@ IGNORED = frozenset(
         *("return_tokens_as_token_ids", "return_token_ids", "logprobs"),
     }
 )
-"""Fields that change nothing about the tokens, or that are read apart. Temperature and the like are
+"""Fields that do not affect the tokens, or that are read separately. Temperature and the like are
 the job's: training computes the same distribution again."""
 
 REASONS = {
-    "n": "a conversation has one answer per turn; ask again for another one",
+    "n": "a conversation has one answer per turn; send another request for another answer",
     "top_logprobs": "only the sampled tokens' log-probs are known",
 }
 EMPTY = (None, [], (), {}, "")
-"""What is the same as a field that is left out."""
+"""Values that count as a missing field."""
 
 PENALTY = "it would change the distribution in a way that training cannot compute again"
 
@@ -92,7 +92,7 @@ def check_fields(body: Body, known: Iterable[str]) -> None:
 
 
 def chat_turn(**fields: Any) -> tuple[TurnRequest, Limits]:
-    """Returns the turn of a conversation. Raises BadRequest for what is no text."""
+    """Returns the turn of a conversation. Raises BadRequest for content that is not text."""
     try:
         given = {name: value for name, value in fields.items() if value not in EMPTY}
         request = ChatRequest(**given)
@@ -103,7 +103,7 @@ def chat_turn(**fields: Any) -> tuple[TurnRequest, Limits]:
 
 
 def tool_choice(value: Any, names: Mapping[str, str], named: str) -> Any:
-    """Returns the choice in the shape of chat completions. `names` are the dialect's words for
+    """Returns the choice in the shape of chat completions. `names` maps the dialect's names to
     "auto", "none" and "required", and `named` is the type of a choice that names a tool. Raises
     BadRequest for any other choice."""
     kind = value.get("type") if isinstance(value, dict) else value
@@ -200,7 +200,7 @@ def event(data: Any, name: str | None = None) -> str:
 
 
 def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the log-prob of each sampled token, which is named by its id."""
+    """Returns the log-prob of each sampled token, with the token's id in place of its text."""
     rollout = answer.rollout
     return [
         {"token": f"token_id:{id}", "logprob": logprob, "bytes": None, "top_logprobs": []}

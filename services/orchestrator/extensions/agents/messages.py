@@ -36,7 +36,7 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 THOUGHTS = ("thinking", "redacted_thinking")
 
 UNREAD = "arguments_as_text"
-"""Holds the arguments of a call that are no JSON object."""
+"""The key that holds the arguments of a call if they are not a JSON object."""
 
 
 def read(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
@@ -61,7 +61,7 @@ def _tool(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("type", "custom") != "custom":
         raise BadRequest(
             f"a tool is {given!r:.80}; expected one with a name and an input_schema: the tools of "
-            "Anthropic's servers are not here"
+            "Anthropic's servers are not available"
         )
     return function(given.get("name"), given.get("description"), given.get("input_schema"))
 

@@ -64,21 +64,23 @@ def _earlier(body: Body, session: Session) -> list[Message]:
         if turn.id == id:
             messages = [*turn.asked.messages, turn.message]
             return messages[1:] if messages[0]["role"] == "system" else messages
-    raise BadRequest(f"'previous_response_id' is {id!r:.80}, which is no answer of this session")
+    raise BadRequest(
+        f"'previous_response_id' is {id!r:.80}, which is not an answer of this session"
+    )
 
 
 def _tool(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("type") != "function":
         raise BadRequest(
             f"a tool is {given!r:.80}; expected one of type 'function': the tools of OpenAI's "
-            "servers are not here"
+            "servers are not available"
         )
     return function(given.get("name"), given.get("description"), given.get("parameters"))
 
 
 def _messages(items: Iterable[Any]) -> list[Message]:
     """Returns the items in the shape of chat completions. Calls belong to the answer before them;
-    thoughts are left out."""
+    reasoning is left out."""
     found = list[Message]()
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__

@@ -1,8 +1,8 @@
 """The routes of agents: which session a call names, and its answer in the caller's dialect.
 
 A session is named by its API key, by the path (`/sessions/{name}/...`), by `X-Hone-Session`, or by
-`X-Session-ID`, in this order. The key is an authorization of its own, for these routes alone; by
-name a session is used with the stack's token.
+`X-Session-ID`, in this order. The session's key is valid for these routes only. A session that is
+named in another way needs the stack's token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMED = "/sessions/{name}"
 STREAM = "text/event-stream"
 
 RETRY = "x-stainless-retry-count"
-"""How often the clients of OpenAI and Anthropic have sent this request before."""
+"""The header in which OpenAI's and Anthropic's clients count their retries of a request."""
 
 ANSWERS: rendering.Responses = {
     200: {"content": rendering.without_model("", STREAM, schema=rendering.TEXT)["content"]}
@@ -49,28 +49,28 @@ ANSWERS: rendering.Responses = {
 
 
 class SessionKeys:
-    """The keys of sessions, beside `others`."""
+    """Checks the keys of sessions, and every other key by `others`."""
 
     def __init__(self, sessions: Sessions, others: AcceptedKeys) -> None:
         self._sessions = sessions
         self._others = others
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
-        """Returns the key. A session's allows its own turns, and the list of models."""
+        """Returns the key. A session's key allows its turns, and the list of models."""
         if not secret.startswith(KEY):
             return await self._others.check(secret, method, path)
         session = self._sessions.find(api_key=secret)
-        assert session is not None, "a key of a session is known, or refused"
+        assert session is not None, "find() raises an error for an unknown key of a session"
         own = NAMED.format(name=session.id)
         allowed = {f"{head}{each}" for head in ("", own) for each in (*DIALECTS, MODELS)}
         if path not in allowed:
-            raise Forbidden(f"{method} {path} with the key of a session, which is for its turns")
+            raise Forbidden(f"{method} {path} with the key of a session, which allows only turns")
         return ApiKey(name="session", access="full", created_at=0)
 
 
 def session_of(request: Request, sessions: Sessions, name: str | None = None) -> Session | None:
-    """Returns the session that the call names; None if it names none. Raises NotFound for a name
-    that no session has, and Gone for one that is closed."""
+    """Returns the session that the call names; None if it names none. Raises NotFound for an
+    unknown name, and Gone for a closed session."""
     if found := sessions.find(api_key=given_token(request.headers)):
         return found
     given = name or request.headers.get("x-hone-session")
@@ -82,12 +82,14 @@ def session_of(request: Request, sessions: Sessions, name: str | None = None) ->
 
 
 def _no_session(name: str) -> NotFound:
-    return NotFound(f"there is no session {name!r:.200}; its job opens it, and gives its key")
+    return NotFound(
+        f"there is no session {name!r:.200}; a session's job opens it and returns its key"
+    )
 
 
 async def answer_turn(request: Request, session: Session, dialect: Dialect) -> Response:
-    """Answers a call of a session. A client that goes away leaves its turn under way, for its
-    retry."""
+    """Answers a call of a session. If the client disconnects, its turn continues, and the client's
+    retry receives the answer."""
     data = await body_of(request, MAX_BODY_BYTES)
     if media_type(request, data) != codec.JSON:
         raise BadRequest(f"POST {dialect.path}: expected JSON")
@@ -122,7 +124,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 
 def add_routes(service: Service, sessions: Sessions) -> None:
-    """Adds the routes that are for sessions alone. extensions/openai/calling.py has the routes that
+    """Adds the routes that only serve sessions. extensions/openai/calling.py has the routes that
     also pass calls on to samplers."""
     for dialect in DIALECTS.values():
         _add_named(service, sessions, dialect)
@@ -134,7 +136,7 @@ def add_routes(service: Service, sessions: Sessions) -> None:
 
 def _add_record(service: Service, sessions: Sessions) -> None:
     async def get_session(name: str, request: Request) -> Response:
-        """What is recorded of an open session."""
+        """The record of an open session."""
         session = sessions.find(name=name)
         if session is None:
             raise _no_session(name)
@@ -163,7 +165,7 @@ def _add_named(service: Service, sessions: Sessions, dialect: Dialect) -> None:
     async def turn(name: str, request: Request, beta: bool | None = None) -> Response:
         """A turn of the session of this name."""
         found = session_of(request, sessions, name)
-        assert found is not None, "a name is a session's, or refused"
+        assert found is not None, "session_of() raises an error for an unknown name"
         return await answer_turn(request, found, dialect)
 
     add_post(service, NAMED + dialect.path, turn)

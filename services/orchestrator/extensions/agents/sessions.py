@@ -1,5 +1,6 @@
-"""Sessions: rollouts of agents that drive themselves, and speak to the model by OpenAI's API or
-another one. Each request is a turn, sampled by the job's weights and recorded as tokens.
+"""Sessions: rollouts of agents that have their own loop and call the model by OpenAI's API or
+another one. Each request is a turn, sampled by the job's weights and recorded as tokens. READ
+FIRST.
 
     open       by who plays the rollout; the agent gets a URL and the session's key
     answer     each request of the agent, once, however often its client sends it
@@ -41,16 +42,16 @@ from shared.wire import ChatRequest, Message, Rollout, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
 
 KEY = "sk-hone-"
-"""What the keys of sessions begin with."""
+"""The prefix of the keys of sessions."""
 
 MAX_CLOSED = 65_536
-"""The newest closed sessions whose names and keys are known, to refuse them with a reason."""
+"""How many of the newest closed sessions are remembered, to refuse their keys with a reason."""
 
 MAX_BODY_BYTES = 16 << 20
 """Largest request of an agent: some megabytes of text are more than any model's window."""
 
 FULL = "context_length_exceeded"
-"""The error's code of a turn for which there is no room."""
+"""The error code of a turn that does not fit the context."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an agent may set of its answer. Everything else about sampling is the job's."""
+    """The sampling options that an agent may set for its answer. The job sets all others."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -85,8 +86,8 @@ class Limits:
 
 @dataclass(eq=False)
 class _Call:
-    """A request under way or answered. It was `taken` once a client that waited got its answer;
-    `num_waiting` wait for it now."""
+    """A request under way or answered. `taken`: a client has received the answer. `num_waiting`
+    clients wait for it now."""
 
     name: str
     work: asyncio.Task[Answer]
@@ -126,18 +127,18 @@ class Session:
 
     async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
         """Returns the answer to the messages, once it is recorded. A client that sends the same
-        request `again`, or under the same `key`, gets the same answer; so does one that sends it
-        once no one waits for an answer that no one has got. Raises BadRequest with code FULL if
-        there is no room for an answer, and Gone if the session is closed."""
+        request `again`, or under the same `key`, gets the same answer. So does a client that sends
+        it after the first caller disconnected without receiving the answer. Raises BadRequest with
+        code FULL if no tokens are left for an answer, and Gone if the session is closed."""
         return await self.turn(*self.asked(request), key=key, again=again)
 
     @staticmethod
     def asked(request: ChatRequest) -> tuple[TurnRequest, Limits]:
-        """Returns the turn that the messages ask for. Raises BadRequest for what is no JSON."""
+        """Returns the turn that is requested. Raises BadRequest for values that are not JSON."""
         messages = tuple(map(read_fields, request.messages))
         try:
             name = request.model_copy(update={"messages": messages}).model_dump_json()
-        except PydanticSerializationError as error:  # too deep
+        except PydanticSerializationError as error:  # nested too deeply
             raise BadRequest(f"the request cannot be recorded: {error}") from error
         asked = TurnRequest(
             name=digest(name),
@@ -179,7 +180,7 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether there was no room for the turn that was asked for last."""
+        """Whether the turn that was requested last did not fit the context."""
         return bool(self._full)
 
     @property
@@ -195,23 +196,23 @@ class Session:
         return self._recording
 
     def answers(self) -> dict[str, int]:
-        """Returns the answers that the rollout has, row by row, its own row last: by id the time of
-        each, which grows from answer to answer."""
+        """Returns the ids of the rollout's answers, row by row, its own row last, each with its
+        time: a number that grows from answer to answer."""
         rows = self._recording.rows()
         return {turn.id: turn.ended for _, _, own in rows for turn in own}
 
     def rollout(self) -> RolloutGroup:
-        """Returns what was recorded as a group of one: its newest row, with the others as branches;
-        a failed one if the agent made no call. Raises the error of the services that the last turn
-        met, which is no fault of the agent."""
+        """Returns the recorded rollout as a group of one: its newest row, with the others as
+        branches; a failed rollout if the agent made no call. Raises the error of the services with
+        which the last turn ended, for which the agent is not to blame."""
         if self._lost:
             raise self._lost
         if not self._recording.leaves():
-            return failed_group("the agent got no answer of the model")
+            return failed_group("the agent received no answer of the model")
         return self.recorded()
 
     def recorded(self) -> RolloutGroup:
-        """Returns what was recorded so far, of which a client has an answer."""
+        """Returns the rollout so far, up to the answers that a client has received."""
         group = self._recording.group("length" if self._full else None)
         last = group.rollouts[0].finish_reason
         turns = [turn for _, _, own in self._recording.rows() for turn in own]
@@ -227,7 +228,7 @@ class Session:
         return with_info(group, info)
 
     def close(self) -> None:
-        """Ends the turns under way. Later ones are refused."""
+        """Ends the turns under way, and refuses later ones."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -238,12 +239,13 @@ class Session:
     # --- a turn ----------------------------------------------------------------------------------
 
     def _same(self, name: str, key: str | None, again: bool) -> _Call | None:
-        """Returns the call that the request repeats, if it does. Raises Conflict for a key that
-        came with another request."""
+        """Returns the call that the request repeats; None for a new request. Raises Conflict for a
+        key that came with another request."""
         if key and (call := self._keys.get(key)):
             if call.name != name:
                 raise Conflict(
-                    f"Idempotency-Key {key!r} came before with another body", code="body_differs"
+                    f"Idempotency-Key {key!r} was used before with another body",
+                    code="body_differs",
                 )
             return call
         for call in reversed(self._calls):
@@ -262,7 +264,7 @@ class Session:
         return call
 
     def _forget_failed(self, call: _Call, key: str | None) -> None:
-        """Forgets a call without an answer, so that it may be asked for again."""
+        """Forgets a call that failed, so that it can be repeated."""
         if call.work.cancelled() or call.work.exception():
             self._calls.remove(call)
             if key:
@@ -274,7 +276,7 @@ class Session:
         try:
             parent = self._recording.before(asked)
             because = self._recording.why(asked, parent)
-            if parent and asked.messages:  # as they were recorded, however the client writes them
+            if parent and asked.messages:  # as recorded, whatever form the client sends
                 known = (*parent.asked.messages, parent.message)
                 asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
             group = await self._sampled(
@@ -297,8 +299,8 @@ class Session:
         return Answer(int(time.time()), group.prompt_token_ids, turn)
 
     def _limited(self, limits: Limits, parent: Turn | None, number: int) -> Sampling:
-        """Returns how the turn is sampled: by the job, with the agent's limits. Raises BadRequest
-        if there is no room for an answer."""
+        """Returns the turn's sampling options: the job's, with the agent's limits. Raises
+        BadRequest if no tokens are left for an answer."""
         own, spec = self._sampling, self._job.environment
         num_others = self.num_turns + self._agent.num_turns - 1
         if spec and num_others >= spec.max_turns:
@@ -338,20 +340,21 @@ class Session:
         )
 
     def _check(self, group: RolloutGroup) -> None:
-        """Raises BadRequest for a prompt that the sampler refused, or after which the model has no
-        room for an answer, and Failed if it went wrong."""
+        """Raises BadRequest for a prompt that the sampler refused, or after which no tokens are
+        left for an answer, and Failed if it went wrong."""
         rollout = group.rollouts[0]
         if group.overlong:
             raise self._refused("window", rollout.error or "the model's length is full")
-        if rollout.went_wrong and not group.prompt_token_ids:  # nothing was sampled after it
+        if rollout.went_wrong and not group.prompt_token_ids:
+            # nothing was sampled after the prompt
             raise BadRequest(f"session {self.id!r}: {rollout.error or 'the prompt was refused'}")
         if rollout.went_wrong:
             raise Failed(rollout.error or f"the answer ended with {rollout.finish_reason!r}")
 
     def _refused(self, ended: str, why: str) -> BadRequest:
-        """Notes that the rollout is cut off unless another answer follows."""
+        """Returns the error, and marks the rollout as cut off unless another answer follows."""
         self._full = ended
-        # status, code and words of OpenAI's API and vLLM's, by which agents and litellm know it
+        # agents and litellm recognize the error by the status, code and wording of OpenAI and vLLM
         return Malformed(
             f"This model's maximum context length is {self._sampling.max_tokens} tokens after the "
             f"prompt in session {self.id!r}, which has no room for another answer: {why}",
@@ -400,8 +403,8 @@ class Sessions:
         min_version: int,
         sampling: Sampling,
     ) -> Session:
-        """Returns a new session, named by its `id`; an open one of the same name is closed.
-        Requests to samplers are named by `id`, so an id is used for one session."""
+        """Returns a new session with the name `id`; an open session of the same name is closed. The
+        keys of requests to samplers contain the id, so no two sessions may share one."""
         if before := self._by_name.get(id):
             before.close()
         session = Session(services, job, id, min_version, sampling, self._forget)
@@ -410,14 +413,14 @@ class Sessions:
         return session
 
     def leave(self, job_id: str) -> None:
-        """Closes the sessions of a job that does not run here any more."""
+        """Closes the sessions of a job that no longer runs here."""
         for session in [*self._by_key.values()]:
             if session.job_id == job_id:
                 session.close()
 
     def find(self, *, api_key: str | None = None, name: str | None = None) -> Session | None:
-        """Returns the session with this key, or else with this name; None if neither is one's.
-        Raises Gone for a session that is closed, and for a key of a session that is not here."""
+        """Returns the session with this key, or else with this name; None if there is none. Raises
+        Gone for a closed session, and for a session key that is unknown here."""
         for value, open_ones in ((api_key, self._by_key), (name, self._by_name)):
             if value in open_ones:
                 return open_ones[value]
@@ -437,7 +440,7 @@ class Sessions:
 
 
 def closed_error(name: str | None) -> Gone:
-    """Returns the error of a session that is closed; None: the one whose key was given."""
+    """Returns the error for a closed session; `name` None: for the session of the caller's key."""
     which = "the session of this key" if name is None else f"session {name!r}"
     return Gone(
         f"{which} is closed: its rollout has ended, or the orchestrator was restarted; "

@@ -1,17 +1,18 @@
-"""Rollouts that agents elsewhere play, for `[environment] kind = "worker"`.
+"""Leases episodes to workers (`hone work`), which play them by agents on other machines, for
+`[environment] kind = "worker"`.
 
-    offered    until a worker takes it; this has no deadline, for a worker may come later
+    offered    until a worker takes it; no deadline, since a worker may start later
     leased     the worker has the key of a new session, and renews the lease
     ended      by the worker's result, by `episode_s`, or with the lease: then it is offered again,
                and the session's conversations are dropped. A worker that stops gives the lease
-               back; one that died does not renew it
+               back; a worker that died does not renew it
 
 An episode that took `MAX_DIED` workers with it has failed. From `NUM_SUSPECT` on it is offered to a
-worker that has no other such episode, so that the ones that died with it are played in peace.
+worker that has no other such episode, so that the episode that kills workers is found without
+failing others.
 
-The tokens come from the session's record. What the worker reports is a claim about them: a reward.
-The offers are in the memory of the orchestrator that runs the job; when it dies, their groups are
-sampled again.
+The tokens come from the session's record. The worker reports only the reward. The offers are in the
+memory of the orchestrator that runs the job; when it dies, their groups are sampled again.
 """
 
 from __future__ import annotations
@@ -59,23 +60,23 @@ from shared.wire import (
 )
 
 LEASE_S = 15.0
-"""Seconds after which a lease ends that was not renewed. Workers renew three times as often."""
+"""Seconds until a lease ends unless renewed. Workers renew it three times in that time."""
 
 NOBODY_S = 30.0
-"""Seconds without a request of any worker after which the job's events say so."""
+"""Seconds without a request of any worker after which an event of the job warns of it."""
 
 LOOK_S = 2.0
-"""Seconds between two looks whether a worker asks."""
+"""Seconds between two checks whether a worker has asked."""
 
 MAX_DIED = 5
-"""Workers that may die while they play an episode: more than an agent's failures, because workers
-are also killed by others."""
+"""Workers that may die while they play an episode: more than an agent may fail, because workers
+also die of other causes."""
 
 NUM_SUSPECT = 2
-"""Dead workers from which on an episode may be the reason."""
+"""Number of dead workers from which the episode is suspected to be the cause."""
 
 MAX_ANSWERED = 16_384
-"""Results whose answers are kept, for workers that repeat them."""
+"""How many results are remembered with their answers, for workers that repeat the request."""
 
 
 class LeaseReturned(Exception):
@@ -88,8 +89,8 @@ class WorkerDied(Exception):
 
 @dataclass
 class EpisodeLease:
-    """An episode at a worker. `session` records its calls, and `ended` becomes its rollout.
-    `is_suspect` as of its offer."""
+    """An episode leased to a worker. `session` records its calls, and `ended` is resolved with its
+    rollout. `is_suspect` is as in its offer."""
 
     worker: str
     session: Session
@@ -104,13 +105,13 @@ class EpisodeLease:
             await asyncio.wait({self.ended}, timeout=left_s)
             if self.ended.done():
                 return self.ended.result()
-        raise WorkerDied(f"worker {self.worker!r} was not heard of for {LEASE_S:g} s")
+        raise WorkerDied(f"worker {self.worker!r} sent nothing for {LEASE_S:g} s")
 
 
 @dataclass
 class Offer:
-    """An episode that no worker has. `open` makes the session of a lease. `is_suspect`: workers
-    died with it."""
+    """An episode that is not leased. `open` makes the session of a lease. `is_suspect`: workers
+    died while they played it."""
 
     job_id: str
     prompt: Prompt
@@ -122,7 +123,7 @@ class Offer:
 
 @dataclass
 class LastPoll:
-    """When a worker last asked for episodes of a job, and whether its events say that none does."""
+    """When a worker last asked for a job's episodes, and whether its events say that none asks."""
 
     at: float = field(default_factory=time.monotonic)
     told: bool = False
@@ -130,7 +131,7 @@ class LastPoll:
 
 class Episodes:
     """The offers and leases of one orchestrator process. `runs` counts the runs of each job here: a
-    job that goes to another trainer may have two for a moment."""
+    job that moves to another trainer may have two for a moment."""
 
     def __init__(self) -> None:
         self.runs = Counter[str]()
@@ -162,7 +163,7 @@ class Episodes:
             self._offers.pop(id, None)
             if lease := self._leases.pop(id, None):
                 lease.session.close()
-                self._offered.set()  # its worker may take another suspect
+                self._offered.set()  # its worker may take another suspect episode
 
     async def _until_taken(self, services: Services, offer: Offer) -> None:
         asked = self._asked.setdefault(offer.job_id, LastPoll())
@@ -180,7 +181,7 @@ class Episodes:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return failed_group(f"the agent was not done after {deadline_s:g} s", "timeout")
+            return failed_group(f"the agent did not finish within {deadline_s:g} s", "timeout")
 
     @contextlib.contextmanager
     def run_of(self, job_id: str) -> Generator[None]:
@@ -192,7 +193,7 @@ class Episodes:
             self.runs[job_id] -= 1
 
     def forget(self, job_id: str) -> None:
-        """Forgets what is known of a job's workers, at the end of its run."""
+        """Forgets when workers asked for the job's episodes, at the end of its run."""
         self._asked.pop(job_id, None)
 
     # --- for workers -----------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class Episodes:
                 asked.at = time.monotonic()
 
     def job_of(self, id: str) -> str | None:
-        """Returns the job of a lease; None if there is no such lease (any more)."""
+        """Returns the job of a lease; None if the lease does not exist or has ended."""
         lease = self._leases.get(id)
         return lease.session.job_id if lease else None
 
@@ -278,9 +279,10 @@ class Episodes:
         return answer
 
     def _rewarded(self, lease: EpisodeLease, result: EpisodeResult) -> None:
-        """Ends the lease with the rollout, or with the services' error that the agent met. An agent
-        that failed once its conversation had no room is not to blame: the rollout was cut off.
-        Raises BadRequest for rewards that do not fit the answers."""
+        """Ends the lease with the rollout, or with the error of the services with which a turn
+        ended. If the agent failed because its conversation did not fit the context, the rollout
+        counts as cut off, not as failed. Raises BadRequest for rewards that do not fit the
+        answers."""
         try:
             group = lease.session.rollout()
         except HoneError as error:
@@ -308,11 +310,11 @@ def _told(job_id: str, asks: bool) -> str:
 def rewarded(
     group: RolloutGroup, answers: Mapping[str, int], result: EpisodeResult
 ) -> RolloutGroup:
-    """Returns the rollout with what its worker says of it. `answers` are the times of its answers
-    by id, row by row. Raises BadRequest for rewards that do not fit them."""
+    """Returns the rollout with the rewards and metrics that its worker reported. `answers` are the
+    times of its answers by id, row by row. Raises BadRequest for rewards that do not fit them."""
     info: dict[str, Any] = {"reward": result.reward, "agent": dict(result.metrics)}
     if result.error is not None:
-        why = f"the agent failed after its conversation had no room for an answer: {result.error}"
+        why = f"the agent failed after its conversation had used up the context: {result.error}"
         return with_info(group, info | {"reward": None, "reward_error": why})
     if isinstance(result.reward, tuple | Mapping):
         by_id = _by_id(result.reward, sorted(answers, key=answers.__getitem__))
@@ -390,7 +392,7 @@ Id = Annotated[LeaseId, Path()]
 
 
 def check_here(record: JobRecord) -> None:
-    """Raises Unavailable for a job that runs, and not here: it may come here later."""
+    """Raises Unavailable for a job that another orchestrator runs: it may move here later."""
     if record.status == "running" and record.place is None:
         raise Unavailable(
             f"job {record.id!r} is run by another orchestrator, which has the trainer at "
@@ -400,14 +402,14 @@ def check_here(record: JobRecord) -> None:
 
 
 async def _check_own_job(store: Store, job_id: str | None) -> None:
-    """Raises NotFound for a job that the caller's key may not see, and Forbidden if the key is for
-    its own jobs and none is named."""
+    """Raises NotFound for a job that the caller's key may not see, and Forbidden if a key of access
+    "own" names no job."""
     if (name := own_jobs_of()) is None:
         return
     if job_id is None:
         raise Forbidden(
-            f"key {name!r} is for its own jobs alone, and 'job_id' is missing; expected the id of "
-            "one of them"
+            f"key {name!r} has access 'own', and 'job_id' is missing; expected the id of one of "
+            "its jobs"
         )
     await store.get(job_id)
 
@@ -427,7 +429,7 @@ def add_routes(service: Service, store: Store, episodes: Episodes) -> None:
         await _check_own_job(store, body.job_id)
         taken = await episodes.lease(body)
         if body.job_id and not taken and not episodes.runs[body.job_id]:
-            with contextlib.suppress(NotFound):  # it was deleted, and offers nothing
+            with contextlib.suppress(NotFound):  # the job was deleted, and offers no episodes
                 check_here(await store.get(body.job_id))
         return LeasedEpisodes(episodes=taken)
 

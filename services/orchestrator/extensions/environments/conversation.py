@@ -1,13 +1,13 @@
 """One rollout in an environment: the model answers, its calls of tools go to the environment, and
-their results come back as messages, until it answers without a call. READ FIRST of this room.
+their results come back as messages, until it answers without a call. READ FIRST.
 
     open        reset(**row): what it says is appended to the last user message
     turn 0..    the sampler continues the tokens so far; each call is made; the results are rendered
     close       get_reward()
 
-The tokens are the sampler's and are never made again from text. An environment that fails, or
-whose process died, is no fault of the policy: the episode is played anew, and after `MAX_PLAYED`
-times the rollout has no reward.
+The tokens are the sampler's and are never made again from text. If an environment fails, or its
+process dies, the policy is not to blame: the episode is played again, and after `MAX_PLAYED`
+failures the rollout has no reward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shared.wire import (
 )
 
 MAX_PLAYED = 3
-"""How often an episode is played whose environment fails."""
+"""How often an episode is played whose environment fails each time."""
 
 SEEDS_PER_TURN = 1 << 20
 """Seeds of a conversation's turns are this far apart, further than completions of a group are."""
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Played:
+class ConversationState:
     """A conversation under way: its messages, of which the first are the prompt, and its turns."""
 
     messages: list[Message]
@@ -79,12 +79,12 @@ class Played:
 
 
 class EnvironmentFailed(Exception):
-    """The environment did, not the policy."""
+    """The environment failed, not the policy."""
 
 
 class Conversation:
-    """A rollout of the prompt, by weights of at least `min_version`. `sampling.max_tokens` bounds
-    all its tokens after the prompt. `key` names its requests."""
+    """Plays a rollout of the prompt, by weights of at least `min_version`. `sampling.max_tokens`
+    bounds all its tokens after the prompt. The keys of its requests contain `key`."""
 
     def __init__(
         self,
@@ -133,51 +133,54 @@ class Conversation:
         except TimeoutError:
             if not limit.expired():
                 raise
-            late = f"the conversation was not done after {self._spec.episode_s:g} s"
+            late = f"the conversation did not finish within {self._spec.episode_s:g} s"
             found = failed_group(late, "timeout")
         except BaseException:  # raised again
             self._environment.drop(id)
             raise
         if found.rollouts[0].went_wrong:
-            with contextlib.suppress(HoneError):  # the server ends it after its own time limit
+            with contextlib.suppress(HoneError):
+                # the server ends the episode after its own time limit
                 await self._environment.close(id, rewarded=False)
         return found
 
     async def _turns(self, id: str, opened: EpisodeOpened) -> RolloutGroup:
         messages = first_messages(self._prompt, opened.observation)
-        played, why = Played(messages, len(messages)), "stop"
+        state, why = ConversationState(messages, len(messages)), "stop"
         while True:
-            group = await self._answer(id, played, opened)
+            group = await self._answer(id, state, opened)
             rollout = group.rollouts[0]
-            if group.overlong and played.num_turns:
+            if group.overlong and state.num_turns:
                 why = "window"
                 break
             if rollout.went_wrong:
                 return group
-            self._record(played, group)
+            self._record(state, group)
             calls = tool_calls(rollout)
             if not calls or rollout.finish_reason == "length":
                 why = "stop" if rollout.finish_reason == "stop" else "max_tokens"
                 break
-            if await self._called(id, played, calls):
+            if await self._called(id, state, calls):
                 break
-            if played.num_turns == self._spec.max_turns:
+            if state.num_turns == self._spec.max_turns:
                 why = "max_turns"
                 break
-            if self._room(played) < 1:
+            if self._room(state) < 1:
                 why = "max_tokens"
                 break
         closed = await self._of_environment(
             "closing an environment", self._environment.close(id, rewarded=True)
         )
-        found = finished_group(played, "stop" if why == "stop" else "length", why)
+        found = finished_group(state, "stop" if why == "stop" else "length", why)
         if closed.attributes is not None:
             found = with_info(found, {"environment": closed.attributes})
-        return with_info(found, rewards(played.turn_rewards, closed))
+        return with_info(found, rewards(state.turn_rewards, closed))
 
-    async def _answer(self, id: str, played: Played, opened: EpisodeOpened) -> RolloutGroup:
-        turn, seed = played.num_turns, self._sampling.seed
-        limits = [self._room(played), self._spec.max_answer_tokens]
+    async def _answer(
+        self, id: str, state: ConversationState, opened: EpisodeOpened
+    ) -> RolloutGroup:
+        turn, seed = state.num_turns, self._sampling.seed
+        limits = [self._room(state), self._spec.max_answer_tokens]
         sampling = self._sampling.model_copy(
             update={
                 "max_tokens": min(limit for limit in limits if limit is not None),
@@ -185,38 +188,38 @@ class Conversation:
             }
         )
         return await self._services.samplers.answer(
-            tuple(played.messages),
+            tuple(state.messages),
             self._min_version,
             key=f"{id}:{turn}",
             options=AnswerOptions(opened.tools),
-            known=played.last and played.last.known,
+            known=state.last and state.last.known,
             sampling=sampling,
         )
 
-    def _record(self, played: Played, group: RolloutGroup) -> None:
-        name = str(played.num_turns)
-        asked, began = TurnRequest(name, tuple(played.messages)), played.recording.tick()
-        turn = played.recording.add(name, asked, played.last, group, began=began)
-        played.recording.taken.add(turn)
-        played.messages.append(turn.message)
-        played.turn_rewards.append(None)
+    def _record(self, state: ConversationState, group: RolloutGroup) -> None:
+        name = str(state.num_turns)
+        asked, began = TurnRequest(name, tuple(state.messages)), state.recording.tick()
+        turn = state.recording.add(name, asked, state.last, group, began=began)
+        state.recording.taken.add(turn)
+        state.messages.append(turn.message)
+        state.turn_rewards.append(None)
 
-    def _room(self, played: Played) -> int:
+    def _room(self, state: ConversationState) -> int:
         """Returns how many tokens the next answer may have."""
-        return self._sampling.max_tokens - (played.last.num_tokens if played.last else 0)
+        return self._sampling.max_tokens - (state.last.num_tokens if state.last else 0)
 
-    async def _called(self, id: str, played: Played, calls: tuple[ToolCall, ...]) -> bool:
+    async def _called(self, id: str, state: ConversationState, calls: tuple[ToolCall, ...]) -> bool:
         """Makes the calls, appends their results, and returns whether the episode is over."""
         began = time.monotonic()
         stepped = await self._of_environment(
-            "calling tools", self._environment.step(id, played.num_turns - 1, calls)
+            "calling tools", self._environment.step(id, state.num_turns - 1, calls)
         )
-        played.environment_s += time.monotonic() - began
-        played.turn_rewards[-1] = stepped.reward
-        played.num_calls += len(calls)
-        played.num_failed += sum(result.failed for result in stepped.results)
+        state.environment_s += time.monotonic() - began
+        state.turn_rewards[-1] = stepped.reward
+        state.num_calls += len(calls)
+        state.num_failed += sum(result.failed for result in stepped.results)
         for call, result in zip(calls, stepped.results, strict=True):
-            played.messages.append(
+            state.messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": call.id,
@@ -237,8 +240,8 @@ class Conversation:
 
 
 def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
-    """Returns the prompt's messages, with what the environment said first at the end of the last
-    message of the user."""
+    """Returns the prompt's messages, with the environment's first observation at the end of the
+    last message of the user."""
     content = prompt.content
     messages: list[Message] = (
         [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
@@ -266,24 +269,24 @@ def tool_calls(rollout: Rollout) -> tuple[ToolCall, ...]:
     )
 
 
-def finished_group(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup:
+def finished_group(state: ConversationState, finish_reason: FinishReason, why: str) -> RolloutGroup:
     """Returns the conversation as a group of one. `why` it ended is "stop", or the limit that it
     reached."""
-    group = played.recording.group(finish_reason, played.messages[played.num_prompt :])
+    group = state.recording.group(finish_reason, state.messages[state.num_prompt :])
     info = {
         "ended": why,
-        "turns": played.num_turns,
-        "tool_calls": played.num_calls,
-        "tool_errors": played.num_failed,
-        "environment_s": played.environment_s,
+        "turns": state.num_turns,
+        "tool_calls": state.num_calls,
+        "tool_errors": state.num_failed,
+        "environment_s": state.environment_s,
         "forks": len(group.rollouts[0].branches),
     }
     return with_info(group, info)
 
 
 def rewards(of_turns: Sequence[float | None], closed: EpisodeClosed) -> dict[str, Any]:
-    """Returns what the environment gave: its own reward, else the sum of what its steps earned. A
-    part that it did not give is left out."""
+    """Returns the environment's rewards for the rollout's `info`: of the episode, by default the
+    sum over its steps, and of the turns. Missing ones are left out."""
     given = [reward for reward in of_turns if reward is not None]
     found: dict[str, Any] = {"turn_rewards": [*of_turns], "reward": sum(given)} if given else {}
     return {**found, "reward": closed.reward} if closed.has_reward else found
@@ -302,7 +305,7 @@ def with_info(group: RolloutGroup, info: dict[str, Any]) -> RolloutGroup:
 
 
 def without_prefix(group: RolloutGroup, num_shared: int) -> Rollout:
-    """Returns a group's one rollout as it follows the first `num_shared` tokens of its prompt."""
+    """Returns a group's only rollout as a continuation of `num_shared` tokens of its prompt."""
     rollout = group.rollouts[0]
     if (rest := group.prompt_token_ids[num_shared:]) == ():
         return rollout
@@ -323,11 +326,11 @@ async def play_group(
     kind."""
     assert job.environment is not None
     play = players[job.environment.kind]
-    played = await gather_all(
+    groups = await gather_all(
         play(services, job, prompt, min_version, f"{key}:{number}", _nth(sampling, number))
         for number in range(sampling.n)
     )
-    return joined(played)
+    return joined(groups)
 
 
 async def converse(
@@ -349,19 +352,19 @@ def _are_equal(ids: tuple[int, ...]) -> bool:
     return len(set(ids)) == 1
 
 
-def joined(played: list[RolloutGroup]) -> RolloutGroup:
-    """Returns one group of groups of one. Its prompt is what all prompts begin with; what differs,
-    such as what each environment said first, begins the rollouts as tokens that no one sampled."""
-    whole = [group for group in played if not group.rollouts[0].went_wrong]
+def joined(groups: list[RolloutGroup]) -> RolloutGroup:
+    """Joins groups of one rollout to one group. Its prompt is the common beginning of their
+    prompts; the rest of a prompt, such as a first observation, begins the rollout, unsampled."""
+    whole = [group for group in groups if not group.rollouts[0].went_wrong]
     prompts = [list(group.prompt_token_ids) for group in whole] or [[]]
     shared = [ids[0] for ids in itertools.takewhile(_are_equal, zip(*prompts, strict=False))]
     rollouts = tuple(
         without_prefix(group, len(shared)) if group in whole else group.rollouts[0]
-        for group in played
+        for group in groups
     )
     return RolloutGroup(
         prompt_token_ids=TokenIds(shared),
         rollouts=rollouts,
-        replica=next((group.replica for group in whole), played[0].replica),
-        overlong=any(group.overlong for group in played),
+        replica=next((group.replica for group in whole), groups[0].replica),
+        overlong=any(group.overlong for group in groups),
     )

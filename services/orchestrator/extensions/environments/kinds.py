@@ -1,5 +1,5 @@
-"""What each kind of `[environment]` is; and the kind of the job's own file, whose environments and
-tools the reward service runs in its sandbox."""
+"""Makes the `Environment` of each kind of `[environment]`. And the kinds "class" and "tools", whose
+code comes from the job's own file and runs in the reward service's sandbox."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from shared.wire import (
 )
 
 EPISODE_ROOM_S = 150.0
-"""Seconds that a call of an environment may take beyond its own limit: its sandbox starts, and the
-job's file is loaded."""
+"""Seconds that a call of an environment may take beyond its own limit, in which its sandbox starts
+and the job's file is loaded."""
 
 R = TypeVar("R", bound=BaseModel)
 
 
 class SandboxEnvironment:
-    """Episodes of a job by the `client` of the reward service, which is waited for `patience_s`
-    seconds. `attributes`: reward functions need the environments' attributes."""
+    """Episodes of a job in the reward service. `client` waits for an unreachable service for
+    `patience_s` seconds. `attributes`: reward functions need the environments' attributes."""
 
     service = "reward"
 
@@ -70,7 +70,7 @@ class SandboxEnvironment:
         return await self._call("close", body, EpisodeClosed, self._spec.step_s)
 
     def drop(self, id: str) -> None:
-        """The service ends it when no request has come for `episode_s`."""
+        """Does nothing: the service ends an episode that gets no request for `episode_s`."""
 
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
         return await self._client.call(
@@ -82,7 +82,7 @@ class SandboxEnvironment:
         )
 
     async def shut(self) -> None:
-        """Episodes of the service end by themselves."""
+        """Does nothing: the service ends episodes automatically."""
 
     async def _call(self, verb: str, body: EpisodeOf, result: type[R], limit_s: float) -> R:
         return await self._client.call(
@@ -101,8 +101,8 @@ class SandboxEnvironment:
 def environment_of(
     job: Job, job_id: str, reward: Client, patience_s: float | None, settings: Settings
 ) -> Environment | None:
-    """Returns the environment of a job. What the job brings along runs in the reward service, which
-    is waited for `patience_s` seconds. None: agents that run elsewhere have their own."""
+    """Returns the environment of a job; None if its agents run elsewhere and have their own. The
+    job's own code runs in the reward service, for which calls wait up to `patience_s` seconds."""
     spec = job.environment
     assert spec is not None
     if spec.kind == "openenv":

@@ -18,14 +18,14 @@ from shared.http.connecting import ssl_context
 from shared.wire import ToolCall, ToolResult
 
 GONE = frozenset({-32000, -32001})
-"""Codes of the package for a connection that was closed, and for a request without an answer."""
+"""The package's error codes for a closed connection and for a request without an answer."""
 
 MAX_PAGES = 100
 
 
 class McpSession:
-    """One task has the session from its beginning to its end, because the package's cancel scopes
-    belong to a task; others ask it. `limit_s` bounds each request."""
+    """One task owns the session from its beginning to its end, because the package's cancel scopes
+    belong to a task. Other tasks send it requests. `limit_s` bounds each request."""
 
     def __init__(self, url: str, limit_s: float) -> None:
         self.url = url
@@ -38,7 +38,7 @@ class McpSession:
         return await self._ask(_listed)
 
     async def call(self, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
-        """Returns what the tool answers. Raises EpisodeLost without an answer."""
+        """Returns the tool's answer. Raises EpisodeLost if there is none."""
 
         async def made(client: Client) -> ToolResult:
             try:
@@ -53,7 +53,7 @@ class McpSession:
         return await self._ask(made)
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Ends the session; returns the task that does."""
+        """Starts to end the session; returns the task that does."""
         if self._task:
             self._task.cancel()
         return self._task
@@ -72,7 +72,7 @@ class McpSession:
     async def _live(self) -> None:
         async with (
             httpx.AsyncClient(
-                transport=_Bounded(ssl_context()),
+                transport=_BoundedTransport(ssl_context()),
                 timeout=self._limit_s,
                 trust_env=False,
             ) as http,
@@ -100,15 +100,15 @@ async def _listed(client: Client) -> tuple[dict[str, Any], ...]:
 
 
 def _leaf(error: BaseException) -> BaseException:
-    """Returns the first error of a group of errors, which says what happened."""
+    """Returns the first error in nested groups of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = cast(BaseException, error.exceptions[0])
     return error
 
 
-class _Bounded(httpx.AsyncHTTPTransport):
-    """Reads no more than MAX_MESSAGE_BYTES of an answer: the package bounds events only. Refuses
-    one that is compressed, which would grow after it was counted."""
+class _BoundedTransport(httpx.AsyncHTTPTransport):
+    """Reads at most MAX_MESSAGE_BYTES of an answer: the package bounds only events. Refuses a
+    compressed answer, which would grow after it was counted."""
 
     def __init__(self, verify: Any) -> None:
         super().__init__(verify=verify)
@@ -119,7 +119,7 @@ class _Bounded(httpx.AsyncHTTPTransport):
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.aclose()
             raise httpx.ReadError(
-                "its answer is compressed, which was not asked for", request=request
+                "its answer is compressed, which was not requested", request=request
             )
         stream = cast(httpx.AsyncByteStream, response.stream)
         response.stream = _BoundedStream(stream, request)

@@ -1,9 +1,9 @@
-"""Environments of OpenEnv servers. READ FIRST of the kinds that the orchestrator speaks to itself.
-It follows the package `openenv` 0.10: a WebSocket is an episode, and each message is answered by
-one message, in order. Jobs name the servers, so no redirect is followed to another one.
+"""Environments on OpenEnv servers, called by the orchestrator itself. It follows the package
+`openenv` 0.10: a WebSocket is an episode, and each message is answered by one message, in order.
+Jobs name the servers, so redirects to other servers are not followed.
 
     open      a connection to the server with the fewest episodes, and a reset with the row
-    step      an action for each call; what is seen is the call's result, and may have a reward
+    step      an action for each call; the observation is the call's result, and may have a reward
     close     ends the episode on the server, so that its room is free for the next one
 
 An environment whose actions are calls of MCP tools offers these tools; any other offers one tool,
@@ -64,13 +64,12 @@ class ServerFull(Exception):
     """The server has no room for another episode."""
 
 
-class Refused(Exception):
-    """The server could not read the message, which changed nothing: the message is for the
-    model."""
+class UnreadableRequest(Exception):
+    """The server could not parse the request and ignored it: the error goes to the model."""
 
 
 class StepReply(BaseModel):
-    """What the environment answers a reset and a step with."""
+    """The environment's answer to a reset or a step."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -85,9 +84,10 @@ class Socket:
         self._url = url
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> StepReply:
-        """Sends a reset or a step and returns its answer. Raises ServerFull, Refused or
+        """Sends a reset or a step and returns its answer. Raises ServerFull, UnreadableRequest or
         EpisodeLost."""
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # then an error waits to be read
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            # the reason is then in an unread message
             await self._socket.send_json({"type": kind, "data": dict(data)})
         received = await self._socket.receive()
         if received.type is not aiohttp.WSMsgType.TEXT:
@@ -107,7 +107,7 @@ class Socket:
                 f"a finite reward, or an error"
             ) from error
         if code == "VALIDATION_ERROR":
-            raise Refused(_with_faults(message, frame["data"].get("errors")))
+            raise UnreadableRequest(_with_faults(message, frame["data"].get("errors")))
         if code == "CAPACITY_REACHED":
             raise ServerFull(f"the environment at {self._url} has no room: {message[:MAX_CHARS]}")
         raise EpisodeLost(f"the environment at {self._url} failed ({code}): {message[:MAX_CHARS]}")
@@ -122,8 +122,8 @@ class Socket:
         await self.drop()
 
     async def drop(self) -> None:
-        """Closes the connection without the server's consent: an answer that is still to come would
-        be taken for the answer to the next message."""
+        """Closes the connection without a closing handshake: a late answer would be taken for the
+        answer to the next message."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._socket.close()
@@ -183,8 +183,8 @@ async def schema_of_actions(http: aiohttp.ClientSession, url: str) -> dict[str, 
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Returns the body, of which one read gives what has arrived. Raises ValueError for more than
-    MAX_MESSAGE_BYTES."""
+    """Returns the whole body; a single read returns only the part that has arrived. Raises
+    ValueError for more than MAX_MESSAGE_BYTES."""
     found = bytearray()
     while piece := await answer.content.read(MAX_MESSAGE_BYTES):
         found += piece
@@ -208,18 +208,18 @@ SKIP_S = 10.0
 """Most seconds that a server is skipped after it could not be reached."""
 
 RETRY_S = 0.5
-"""Seconds until a full server is asked again, unless an episode of the job ends there before."""
+"""Seconds until a full server is tried again, unless an episode of the job ends there before."""
 
 STEP = "step"
-"""The one tool of an environment whose actions are not calls of tools."""
+"""The only tool of an environment whose actions are not calls of tools."""
 
 OVER = "The episode is over, so this call was not made."
 
 
 @dataclass
 class _Server:
-    """`num_open` counts this job's episodes, open or being opened. `most`: how many of them there
-    were when it refused another one. Times are of the event loop's clock."""
+    """A server. `num_open` counts this job's episodes there, open or being opened. `most`: how many
+    there were when the server refused another one. Times are of the event loop's clock."""
 
     url: str
     num_open: int = 0
@@ -237,7 +237,7 @@ class _Episode:
 
 @dataclass(frozen=True)
 class _Offer:
-    """The tools of the environment. `calls_tools`: its actions are calls of them."""
+    """The tools of an environment. `calls_tools`: its actions are calls of these."""
 
     tools: tuple[dict[str, Any], ...]
     calls_tools: bool
@@ -248,7 +248,7 @@ class _Offer:
 
 
 class _Servers:
-    """Which server gets an episode. One that cannot be reached is skipped for `skip_s` seconds."""
+    """Chooses the server of each episode. An unreachable one is skipped for `skip_s` seconds."""
 
     def __init__(self, urls: Sequence[str], skip_s: float) -> None:
         self.all = tuple(map(_Server, urls))
@@ -256,8 +256,8 @@ class _Servers:
         self._changed = asyncio.Event()
 
     async def take(self) -> _Server:
-        """Returns the server with the fewest episodes that may have room for one more, which is
-        counted. Waits until there is one."""
+        """Returns the server with the fewest episodes that may have room, and counts one more
+        episode on it. Waits until there is one."""
         while (chosen := self._free()) is None:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -268,12 +268,12 @@ class _Servers:
         return chosen
 
     def leave(self, server: _Server) -> None:
-        """Counts an episode less."""
+        """Counts one episode less on the server."""
         server.num_open -= 1
         self._changed.set()
 
     def refused(self, server: _Server, error: ServerUnreachable | ServerFull) -> None:
-        """The server did not begin the episode."""
+        """Records that the server did not begin the episode."""
         server.num_open -= 1
         if isinstance(error, ServerFull):
             server.most, server.full_until = server.num_open, _now() + RETRY_S
@@ -342,7 +342,7 @@ class OpenEnv:
         return EpisodeStepped(results=tuple(results), done=done, reward=reward)
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
-        """The rewards were the steps'. Without a step their sum is 0."""
+        """Ends the episode. Its rewards were the steps', so without a step their sum is 0."""
         if (episode := self._episodes.pop(id, None)) is None:
             return EpisodeClosed()
         try:
@@ -361,7 +361,7 @@ class OpenEnv:
             task.add_done_callback(self._ending.discard)
 
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
-        """A server that is full is not asked for an episode."""
+        """Opens an episode and ends it. Skips this if the server is full."""
         reasons: list[str] = []
         for server in self._servers.all:
             server.num_open += 1
@@ -400,7 +400,7 @@ class OpenEnv:
         except TimeoutError as error:
             await socket.drop()
             raise EpisodeLost(f"{url} did not reset within {limit_s:g} s (boot_s)") from error
-        except Refused as error:
+        except UnreadableRequest as error:
             await socket.drop()
             raise EpisodeLost(f"{url} refused to reset with the row: {error}") from error
         except BaseException:  # raised again
@@ -428,14 +428,14 @@ class OpenEnv:
         return _Offer(tools, calls_tools=True)
 
     async def _called(self, socket: Socket, call: ToolCall) -> tuple[ToolResult, StepReply | None]:
-        """Returns the call's result, and what was seen; None where no step was taken."""
+        """Returns the call's result, and the observation; None if no step was taken."""
         assert self._offer, "an episode is open"
         try:
             action = arguments_of(call, self._offer.names)
             if self._offer.calls_tools:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": action}
             seen = await socket.ask("step", action)
-        except (ValueError, Refused) as error:
+        except (ValueError, UnreadableRequest) as error:
             return result(call, str(error), failed=True), None
         if not self._offer.calls_tools:
             return result(call, _shown(seen)), seen
@@ -443,7 +443,7 @@ class OpenEnv:
 
     @contextlib.asynccontextmanager
     async def _asking(self, id: str, what: str, limit_s: float) -> AsyncGenerator[_Episode]:
-        """Drops the episode if anything but success leaves the block: its state is unknown."""
+        """Drops the episode if the block raises, because the episode's state is then unknown."""
         if (episode := self._episodes.get(id)) is None:
             raise EpisodeLost(f"episode {id!r} is not open")
         try:
@@ -452,7 +452,7 @@ class OpenEnv:
         except TimeoutError as error:
             self.drop(id)
             raise EpisodeLost(
-                f"{what} was not done by {episode.server.url} within {limit_s:g} s (step_s)"
+                f"{episode.server.url} did not finish {what} within {limit_s:g} s (step_s)"
             ) from error
         except ServerFull as error:
             self.drop(id)
@@ -472,8 +472,8 @@ def _without_metadata(actions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(seen: StepReply) -> str:
-    """Returns what the model reads of an observation: without metadata, and a lone text
-    unchanged."""
+    """Returns the observation as text for the model: without metadata, and unchanged if it is a
+    single text."""
     fields = {name: value for name, value in seen.observation.items() if name != "metadata"}
     only = [*fields.values()]
     if len(only) == 1 and isinstance(only[0], str):

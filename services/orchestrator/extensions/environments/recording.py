@@ -1,11 +1,10 @@
-"""What a conversation was, as tokens: its turns as a tree, and the rows that they are. Pure. The
+"""Records a conversation as tokens: a tree of turns, and the rows that are made of it. Pure. The
 tokens are the sampler's, and are never made again from text. Conversations with an environment and
 agents' sessions are both recorded here.
 
 A session's request whose messages begin with an earlier turn's messages and answer continues from
-that turn; so does one whose token ids begin with that turn's. Any other request begins anew, as a
-root; so does a turn whose history the sampler had to render anew. A row is the way from a root to a
-leaf:
+that turn; so does one whose token ids begin with that turn's. Any other request is a new root; so
+is a turn whose history the sampler had to render again. A row is the path from a root to a leaf:
 
     root   prompt | answer | given | answer      the newest leaf's row: the rollout
                        `--- given' | answer      its own answer is sampled here; before it, a prompt
@@ -25,8 +24,8 @@ from typing import Any
 from services.orchestrator.samplers.services import AnswerOptions
 from shared.wire import (
     Branch,
+    ConversationPrefix,
     FinishReason,
-    Known,
     Message,
     Rollout,
     RolloutGroup,
@@ -35,16 +34,16 @@ from shared.wire import (
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
-"""The fields in which two equal messages agree. Clients add and drop other fields."""
+"""The fields that are compared to find equal messages. Clients add and drop other fields."""
 
 READ = (*COMPARED, "reasoning", "reasoning_content", "task")
-"""The fields of a message that vLLM gives to templates."""
+"""The fields of a message that vLLM passes to templates."""
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What a turn answers: messages, a text, or token ids. `name` is equal for equal requests, a
-    `digest` of each."""
+    """The request of a turn: messages, a text, or token ids. `name` is a `digest`, equal for equal
+    requests."""
 
     name: str
     messages: tuple[Message, ...] = ()
@@ -55,9 +54,9 @@ class TurnRequest:
 
 @dataclass(eq=False, frozen=True)
 class Turn:
-    """An answer. `given` are the tokens before it, from the end of the answer of `parent` on; of a
-    root, the whole prompt. `because` says why it does not continue from the turn before. `began`
-    and `ended` are numbers in the order of what happened in the session."""
+    """A turn: an answer, and the tokens `given` before it since the end of `parent`'s answer, which
+    for a root are the whole prompt. `because` says why the turn does not continue from the turn
+    before. `began` and `ended` number the events of the session in order."""
 
     id: str
     asked: TurnRequest
@@ -71,12 +70,12 @@ class Turn:
 
     @property
     def num_messages(self) -> int:
-        """How many messages there are up to its answer."""
+        """The number of messages up to and with the turn's answer."""
         return len(self.asked.messages) + 1
 
     @property
     def way(self) -> list[Turn]:
-        """The turns from its root to itself."""
+        """The turns on the path from the root to this turn."""
         found = list[Turn]()
         turn: Turn | None = self
         while turn:
@@ -86,39 +85,41 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens up to the end of its answer."""
+        """All tokens up to the end of the turn's answer."""
         return [id for turn in self.way for ids in turn.added for id in ids]
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are after the root's prompt."""
+        """The number of tokens after the root's prompt."""
         way = self.way
         return sum(len(ids) for turn in way for ids in turn.added) - len(way[0].given)
 
     @property
-    def known(self) -> Known:
-        """What the next request tells the sampler of the tokens so far."""
-        return Known(num_messages=self.num_messages, token_ids=TokenIds(self.token_ids))
+    def known(self) -> ConversationPrefix:
+        """The conversation so far, for the sampler's next request."""
+        return ConversationPrefix(
+            num_messages=self.num_messages, token_ids=TokenIds(self.token_ids)
+        )
 
     @property
     def added(self) -> tuple[TokenIds, TokenIds]:
-        """Its tokens: given, and sampled."""
+        """The tokens that the turn adds: given, and sampled."""
         return self.given, self.rollout.token_ids
 
 
 def digest(request: str) -> str:
-    """Returns a name of constant length that no other request has."""
+    """Returns a digest that identifies the request."""
     return hashlib.sha256(request.encode(errors="surrogatepass")).hexdigest()
 
 
 def read_fields(message: Message) -> Message:
-    """Returns the message without what no template reads: a session keeps all its messages."""
+    """Returns the message with only the fields that templates read; sessions keep all messages."""
     return {name: value for name, value in message.items() if name in READ}
 
 
 class Recording:
-    """The turns of one conversation, in the order in which they were answered. A client has got the
-    answers in `taken`."""
+    """The turns of one conversation, in the order in which they were answered. `taken` has the ids
+    of the answers that a client has received."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
@@ -127,7 +128,7 @@ class Recording:
         self._clock = 0
 
     def tick(self) -> int:
-        """Returns the next number in the order of what happens."""
+        """Returns the number of the next event."""
         self._clock += 1
         return self._clock
 
@@ -141,7 +142,7 @@ class Recording:
         began: int,
         because: str = "",
     ) -> Turn:
-        """Records the answer that is the group's one rollout, and returns its turn."""
+        """Records the group's only rollout as an answer, and returns its turn."""
         if group.forked:
             parent, because = None, group.forked
         (rollout,) = group.rollouts
@@ -161,15 +162,15 @@ class Recording:
         return turn
 
     def before(self, asked: TurnRequest) -> Turn | None:
-        """Returns the longest turn that the request continues from, of equal ones the newest."""
+        """Returns the longest turn that the request continues; of several, the newest."""
         fits = _has_tokens if asked.token_ids is not None else _has_messages
-        going_on: dict[Turn | None, int] = {None: 0}
+        continued: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:  # parents stand before their children
-            at = going_on.get(turn.parent)
+            at = continued.get(turn.parent)
             if at is not None and (end := fits(turn, asked, at)) is not None:
-                going_on[turn] = end
-        del going_on[None]
-        return max(reversed(going_on), key=lambda turn: going_on[turn], default=None)
+                continued[turn] = end
+        del continued[None]
+        return max(reversed(continued), key=lambda turn: continued[turn], default=None)
 
     def why(self, asked: TurnRequest, parent: Turn | None) -> str:
         """Returns why the request does not continue from the newest turn; "" if it does."""
@@ -178,21 +179,21 @@ class Recording:
         newest = self.turns[-1]
         ours = (*newest.asked.messages, newest.message)
         if not asked.messages or not newest.asked.messages:
-            return "its tokens do not begin with those recorded"
+            return "its tokens do not begin with the recorded ones"
         if other := _other_template(newest.asked, asked):
             return f"{other} differ from the turn before"
         num_same = _num_same(ours, asked.messages)
         if num_same >= len(asked.messages):
             return f"message {len(asked.messages) - 1}, the request's last, was answered before"
         if num_same == len(ours):
-            return "its messages were rendered anew"
+            return "the chat template rendered its earlier messages differently"
         theirs, own = _compared(asked.messages[num_same]), _compared(ours[num_same])
         names = [name for name in COMPARED if theirs[name] != own[name]]
         return f"message {num_same} has another {' and '.join(names)} than the one recorded"
 
     def leaves(self) -> list[Turn]:
-        """Returns the last turn of each row, oldest first. An answer that no one continued from is
-        left out if no client got it, or if the same request was answered again after it."""
+        """Returns the last turn of each row, oldest first. An answer without continuation is left
+        out if no client received it, or if the same request was answered again after it."""
         parents = {turn.parent for turn in self.turns}
         last_began: dict[str, int] = {}
         for turn in self.turns:
@@ -208,7 +209,7 @@ class Recording:
 
     def rows(self) -> list[tuple[Turn, list[Turn], list[Turn]]]:
         """Returns each row as its last turn, the turns that other rows have sampled, and its own
-        turns. The newest row is the last, and has all of its turns for itself."""
+        turns. The newest row is the last, and owns all of its turns."""
         taken: set[Turn] = set()
         found: list[tuple[Turn, list[Turn], list[Turn]]] = []
         for leaf in reversed(self.leaves()):
@@ -222,7 +223,7 @@ class Recording:
         self, finish_reason: FinishReason | None = None, messages: Sequence[Message] | None = None
     ) -> RolloutGroup:
         """Returns the conversation as a group of one: its newest row, and the others as branches.
-        `messages`: those after its prompt, if they are more than the turns have."""
+        `messages`: the messages after the prompt, if there are more than in the turns."""
         *others, (leaf, _, own) = self.rows()
         found = row_of(
             _parts(own),
@@ -238,8 +239,8 @@ class Recording:
         )
 
     def _said(self, own: Sequence[Turn]) -> list[Message]:
-        """Returns the messages of the newest row after the first prompt; after its own, if it
-        begins otherwise. Of texts and tokens only the answers are messages."""
+        """Returns the messages of the newest row after the first prompt, or after its own prompt if
+        that differs. Requests of text or tokens have no messages but their answers."""
         leaf, first = own[-1], self.turns[0].asked.messages
         messages = leaf.asked.messages
         if not messages:
@@ -267,7 +268,7 @@ Part = tuple[Sequence[int], Rollout]
 
 
 def _parts(own: Sequence[Turn]) -> list[Part]:
-    """Returns what follows the prompt before the first of these turns."""
+    """Returns the turns as parts. The tokens before the first one belong to the prompt."""
     return [(turn.given if number else (), turn.rollout) for number, turn in enumerate(own)]
 
 
@@ -293,7 +294,7 @@ def row_of(
         turns.extend(start + first for first in rollout.turns or (0,))
         prompt_end = rollout.prompt_end
         for span in rollout.spans:
-            if not spans:  # tokens before it are context, of no version
+            if not spans:  # tokens before it are context, without a version
                 spans.append(Span(version=span.version, start=0))
             elif spans[-1].version != span.version:
                 spans.append(Span(version=span.version, start=start + span.start))
@@ -313,8 +314,8 @@ def row_of(
 
 
 def _has_messages(turn: Turn, asked: TurnRequest, at: int) -> int | None:
-    """Returns how many of the request's messages are the turn's, if they are the first, and more
-    follow. `at` of them are known to be."""
+    """Returns how many messages the request shares with the turn, if it begins with all messages of
+    the turn and has more. The first `at` are known to be equal."""
     end = turn.num_messages
     if end >= len(asked.messages) or not turn.asked.messages or _other_template(turn.asked, asked):
         return None
@@ -323,7 +324,7 @@ def _has_messages(turn: Turn, asked: TurnRequest, at: int) -> int | None:
 
 
 def _has_tokens(turn: Turn, asked: TurnRequest, at: int) -> int | None:
-    """Returns how many of the request's token ids are the turn's, if they are the first."""
+    """Returns how many token ids the turn has, if the request begins with all of them."""
     ours = (*turn.given, *turn.rollout.token_ids)
     assert asked.token_ids is not None
     end = at + len(ours)
@@ -338,7 +339,7 @@ def _other_template(one: TurnRequest, other: TurnRequest) -> str:
 
 
 def _num_same(ours: Sequence[Message], theirs: Sequence[Message]) -> int:
-    """Returns with how many of the same messages both begin."""
+    """Returns the number of equal messages at the beginning of both."""
     pairs = zip(ours, theirs, strict=False)
     return next(
         (index for index, (one, other) in enumerate(pairs) if _compared(one) != _compared(other)),
@@ -347,9 +348,9 @@ def _num_same(ours: Sequence[Message], theirs: Sequence[Message]) -> int:
 
 
 def _compared(message: Message) -> dict[str, Any]:
-    """Returns the fields to compare in one form, however a client writes them: nothing is None, ""
-    or left out; text may be in a list of parts; arguments of calls are JSON, spaced and ordered at
-    will."""
+    """Returns the compared fields in a normal form. Clients write no value as None, as "" or not at
+    all, text as a string or a list of parts, and the arguments of calls as JSON with any spaces and
+    order."""
     fields = {name: message.get(name) or "" for name in COMPARED}
     content = fields["content"]
     if isinstance(content, list):

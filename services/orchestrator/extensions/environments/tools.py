@@ -81,8 +81,8 @@ def as_text(value: Any) -> str:
 
 
 def of_blocks(blocks: Any) -> str | None:
-    """Returns the text of MCP's blocks of content, None for anything else. Blocks that are no text,
-    such as images, are named only."""
+    """Returns the text of MCP's content blocks; None for anything else. Blocks of other types, such
+    as images, are only named."""
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         return None
     return "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in blocks)
@@ -101,7 +101,7 @@ def cut(text: str) -> str:
 
 
 RETRY_S = 1.0
-"""Seconds between two tries to reach a server."""
+"""Seconds between two attempts to reach a server."""
 
 
 @dataclass
@@ -114,8 +114,8 @@ class _Episode:
 
 
 class Tools:
-    """Episodes with a session at each server of `spec.mcp`. `own` has the functions; None: there
-    are none."""
+    """Episodes with a session at each server of `spec.mcp`. `own` has the job's functions; None:
+    the job has none."""
 
     service = "environment"
 
@@ -129,7 +129,7 @@ class Tools:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
-        """Tries for `boot_s` to reach the servers."""
+        """Opens the episode; tries for `boot_s` to reach the servers."""
         give_up_at = asyncio.get_running_loop().time() + self._spec.boot_s
         while True:
             try:
@@ -140,7 +140,7 @@ class Tools:
             await asyncio.sleep(RETRY_S)
 
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
-        """The functions' calls come first, then the servers', each in their order."""
+        """Makes the calls of the job's functions, then those of servers' tools, each in order."""
         if (episode := self._episodes.get(id)) is None:
             raise EpisodeLost(f"episode {id!r} is not open")
         mine = tuple(call for call in calls if call.name in episode.own)
@@ -190,7 +190,7 @@ class Tools:
         """Begins the episode's sessions, and returns `tools` and the servers' tools. Raises
         BadRequest for a name that comes twice."""
         from services.orchestrator.extensions.environments.mcp_session import (
-            McpSession,  # takes a second
+            McpSession,  # importing this takes a second
         )
 
         offered, owner = [*tools], {_name(tool): "the job's file" for tool in tools}
@@ -212,13 +212,13 @@ class Tools:
 
     @contextlib.asynccontextmanager
     async def _limited(self, id: str, what: str, limit_s: float, key: str) -> AsyncGenerator[None]:
-        """Drops the episode if anything but success leaves the block."""
+        """Drops the episode if the block raises."""
         try:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError as error:
             self.drop(id)
-            raise EpisodeLost(f"{what} was not done within {limit_s:g} s ({key})") from error
+            raise EpisodeLost(f"{what} did not finish within {limit_s:g} s ({key})") from error
         except BaseException:  # raised again
             self.drop(id)
             raise

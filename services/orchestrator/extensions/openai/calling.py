@@ -32,7 +32,7 @@ MODELS_S = 10.0
 """Seconds for a sampler to list its models."""
 
 POLICY, CALLED = "policy", "called"
-"""What a sampler calls the weights in training, and the field of a model that it calls so."""
+"""A sampler's name for the weights in training, and the field of a model with that name."""
 
 ANSWER_S = 600.0
 """Longest silence in an answer."""
@@ -55,7 +55,7 @@ ANSWERS: rendering.Responses = {
 
 
 def add_routes(service: Service, settings: Settings, store: Store, sessions: Sessions) -> None:
-    """Adds the routes. A call that names a session is a turn of it."""
+    """Adds the routes. A call that names a session becomes a turn of it."""
     calls = Calls(settings, store)
     app = service.app
 
@@ -108,7 +108,8 @@ class Calls:
         return {model.id: model for models in served for model in models}
 
     async def _answers(self) -> AsyncGenerator[tuple[str, tuple[ServedModel, ...] | HoneError]]:
-        """Yields each sampler's URL and its models as it answers, or why it serves none."""
+        """Yields each sampler's URL with its models, or why it serves none, as soon as it
+        answers."""
         urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
         asked = [asyncio.create_task(self._models(url)) for url in urls]
         try:
@@ -144,12 +145,12 @@ class Calls:
             _bytes(answer, url, stack),
             answer.status_code,
             {key: answer.headers[key] for key in PASSED_BACK if key in answer.headers},
-            background=BackgroundTask(stack.aclose),  # closes an answer that no one began to read
+            background=BackgroundTask(stack.aclose),  # closes an answer whose body was never read
         )
 
     async def _sampler_of(self, name: str) -> tuple[str, ServedModel]:
-        """Returns the first sampler to answer that it has the model, and the model. So a hanging
-        sampler holds up no call, and busy samplers get fewer calls."""
+        """Returns the first sampler that answers that it has the model, and the model. So a hanging
+        sampler delays no call, and busy samplers get fewer calls."""
         async with contextlib.aclosing(self._answers()) as answers:
             async for url, models in answers:
                 found = () if isinstance(models, HoneError) else models
@@ -159,7 +160,7 @@ class Calls:
         raise _not_served(name, await self.served())
 
     async def _models(self, url: str) -> tuple[str, tuple[ServedModel, ...] | HoneError]:
-        """Returns the URL, and the models served there, or why none is."""
+        """Returns the URL, and the models served there or the error why there are none."""
         try:
             async with self._client(url) as http:
                 answer = await http.get("/v1/models", timeout=MODELS_S)
@@ -168,9 +169,7 @@ class Calls:
                 models = ServedModelList.model_validate_json(answer.content).data
                 return url, models + await _by_job(http, models)
         except (httpx.HTTPError, ValueError) as error:
-            get_logger().warning(
-                "a sampler does not say what it serves", url=url, reason=repr(error)
-            )
+            get_logger().warning("a sampler did not list its models", url=url, reason=repr(error))
             return url, Unavailable(f"it does not answer ({type(error).__name__})")
 
     def _client(self, url: str) -> httpx.AsyncClient:
@@ -232,8 +231,8 @@ def _renamed(body: bytes, model: str) -> bytes:
 async def _bytes(
     answer: httpx.Response, url: str, stack: contextlib.AsyncExitStack
 ) -> AsyncGenerator[bytes]:
-    """The answer as it comes; `stack` closes its connection at the end. A sampler that dies in the
-    middle cuts it off."""
+    """Yields the answer as it arrives; `stack` closes its connection at the end. If the sampler
+    dies, the answer is cut off."""
     async with stack:
         try:
             async for chunk in answer.aiter_bytes():

@@ -1,5 +1,5 @@
 """`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's shape; and
-`/v1/fine_tuning/alpha/graders`: the reward service's graders, where OpenAI's clients look."""
+`/v1/fine_tuning/alpha/graders`: the reward service's graders, under OpenAI's path."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def add_grader_routes(service: Service, settings: Settings) -> None:
             )
 
     async def validate(request: ValidateGraderRequest) -> ValidatedGrader:
-        """Says whether a job could name this grader; 422 with sentences if not."""
+        """Checks whether a job could use this grader; 422 with the reasons if not."""
         spec = reward_of(request.grader)
         async with reward_service() as reward:
             await reward.call(
@@ -197,8 +197,8 @@ class FineTuningJobs:
                 return job
             if checked.data.num_train is None:
                 raise BadRequest(
-                    "'hone.steps' is missing; expected a number of steps, because how many rows "
-                    "there are in a stream is not known"
+                    "'hone.steps' is missing; expected a number of steps, because the number of "
+                    "rows of a stream is not known"
                 )
             count = num_steps(request, checked.data.num_train, job.sampling.prompts_per_step)
             return parse_job(document | {"steps": count}, "the job asked for")
@@ -230,7 +230,7 @@ class FineTuningJobs:
         while True:
             page = await self._store.list(after, limit - len(found), wanted)
             for summary in page.jobs:
-                with contextlib.suppress(NotFound, UnreadableRecord):  # NotFound: deleted since
+                with contextlib.suppress(NotFound, UnreadableRecord):  # NotFound: deleted meanwhile
                     found.append(await self.shown(await self.record(summary.id)))
             after = page.next_after
             if after is None or len(found) == limit:
@@ -242,8 +242,8 @@ class FineTuningJobs:
 
 
 def _step_of(id: str, job_id: str, ever: Sequence[Checkpoint]) -> int:
-    """Returns the step of the checkpoint with that id, among all that the job ever had. Raises
-    BadRequest for an unknown id."""
+    """Returns the step of the checkpoint with that id, among all checkpoints that the job ever had.
+    Raises BadRequest for an unknown id."""
     for checkpoint in ever:
         if checkpoint_id(job_id, checkpoint) == id:
             return checkpoint.step
@@ -251,7 +251,7 @@ def _step_of(id: str, job_id: str, ever: Sequence[Checkpoint]) -> int:
 
 
 def _written_at(path: str) -> float:
-    """Returns Unix seconds; 0 if the path is gone by now."""
+    """Returns the file's time in Unix seconds; 0 if it no longer exists."""
     try:
         return Path(path).stat().st_mtime
     except OSError:
@@ -269,7 +269,7 @@ def _trained_tokens(record: JobRecord) -> int | None:
 
 
 OBJECTIVES = {"reinforcement": "rl", "supervised": "sft", "dpo": "dpo"}
-"""What a job learns, by OpenAI's method."""
+"""The objective of a job, by OpenAI's method."""
 
 PREFERENCES = {
     "prompt": "input",
@@ -283,7 +283,7 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
     """Returns the requested job, with one step: the number of steps depends on the data and is set
     later. Raises BadRequest for an invalid file id."""
     if "request" in request.hone:
-        raise BadRequest("'hone.request' is what was asked for here, and cannot be set")
+        raise BadRequest("'hone.request' is set to the request itself, and cannot be set by it")
     _check_file("training_file", request.training_file)
     _check_file("validation_file", request.validation_file)
     method, knobs = request.method, request.method.hyperparameters
@@ -337,7 +337,8 @@ def num_steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int
 def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -> FineTuningJob:
     """Returns the record in OpenAI's shape. The ETA counts from `now` (Unix seconds)."""
     job = record.job
-    request = CreateFineTuningJob.model_validate(job.request, extra="ignore")  # of any version
+    # written by any version
+    request = CreateFineTuningJob.model_validate(job.request, extra="ignore")
     ends_at = now + record.eta_s if record.status == "running" and record.eta_s else None
     return FineTuningJob(
         id=record.id,
@@ -389,7 +390,7 @@ def checkpoint_id(job_id: str, checkpoint: Checkpoint) -> str:
 
 
 def _check_file(field: str, name: str | None) -> None:
-    """Raises BadRequest for a misspelt file id: otherwise it would be looked for on the Hub."""
+    """Raises BadRequest for a misspelt file id, else it would be taken for a dataset on the Hub."""
     if name is not None and name.startswith("file-") and not UPLOADED.fullmatch(name):
         raise BadRequest(
             f"'{field}': got {name!r:.80}; expected the id of an uploaded file, 'file-' and 24 "
@@ -403,7 +404,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _laid_over(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the document with `changes` in it, section by section."""
+    """Returns the document with `changes` merged into it, section by section."""
     changed = dict(document)
     for key, value in changes.items():
         old = changed.get(key)

@@ -41,8 +41,8 @@ POLICY = "; ".join(
         "form-action 'none'",
     )
 )
-"""The Content-Security-Policy. No inline script or style runs, so text of a model that became HTML
-by a mistake would still do nothing."""
+"""The Content-Security-Policy. No inline script or style runs, so a model's text that is rendered
+as HTML by mistake does no harm."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -53,8 +53,8 @@ HEADERS = {
     "cache-control": "no-cache",
     "vary": "accept-encoding",
 }
-"""With `no-cache` a browser asks each time whether its copy is current, so that after an update no
-old module meets a new one."""
+"""The headers of every file. With `no-cache` a browser checks each time whether its copy is
+current, so that after an update it never mixes old and new modules."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PageFile:
 
 
 def is_public(path: str) -> bool:
-    """Returns whether the path is of the page's files, which need no token."""
+    """Returns whether the path belongs to the page's files, which need no token."""
     return path == "/" or path.startswith("/page/")
 
 

@@ -1,6 +1,6 @@
-"""The page for run folders alone, with the routes of the orchestrator that only read. It needs
-neither Redis nor services: `python -m services.orchestrator.extensions.page.view FOLDER...`, which
-`hone view` runs. Folders are read again when they change, so a run that continues is followed."""
+"""The page for run folders without an orchestrator, with its read-only routes. It needs neither
+Redis nor services: `python -m services.orchestrator.extensions.page.view FOLDER...`, which `hone
+view` runs. Folders are read again when they change."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from shared.settings import Settings, load_settings
 from shared.wire import Checkpoint, Event, JobList, JobRecord, JobSummary, MetricsRow
 
 LOOK_S = 1.0
-"""Seconds between two looks at a folder that someone follows."""
+"""Seconds between two reads of a folder that a client follows."""
 
 CHANGING = ("metrics.jsonl", NOTE, JOB, "summary.json", "checkpoints")
-"""What changes in a run folder when the job continues."""
+"""The files that change in a run folder when the job continues."""
 
 
 class Folders:
@@ -73,7 +73,7 @@ class Folders:
     async def events(
         self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
     ) -> list[Event]:
-        """Returns the events that can be told from the folder, one per step that is dated."""
+        """Returns the events that the folder contains: one for each step whose time is known."""
         check_event_id(after, "after")
         end = time.monotonic() + (block_s or 0)
         while True:
@@ -97,7 +97,7 @@ class Folders:
         for job_id in self._folders:
             try:
                 records.append(self._look(job_id)[0])
-            except BadRequest:  # the job's own page says why
+            except BadRequest:  # the page of the job says why
                 unreadable.append(job_id)
         return records, unreadable
 
@@ -111,7 +111,7 @@ class Folders:
             found = find_run(folder)
             if found is None or found.job is None:
                 why = found and found.problem
-                raise BadRequest(why or f"{str(folder)!r} is no run folder: it has no job.json")
+                raise BadRequest(why or f"{str(folder)!r} is not a run folder: it has no job.json")
             known = (stamp, _record(found, found.job), found.checkpoints)
             self._known[job_id] = known
         return known[1], known[2]
@@ -155,8 +155,8 @@ def _record(run: FoundRun, job: Job) -> JobRecord:
 
 
 def _event(record: JobRecord, folder: RunFolder, row: MetricsRow) -> Event | None:
-    """Returns the event of a row; None if nothing tells when the step was. Its batch was stored
-    when it had been sampled and graded."""
+    """Returns the event of a row; None if the time of the step is not known. The time is that of
+    its batch's file, which was written when the batch had been graded."""
     time_s = _modified(folder.path / f"rollouts/{row.step:06d}.msgpack")
     if not time_s and row.step == record.step:
         time_s = _modified(folder.path / "metrics.jsonl")
@@ -188,7 +188,7 @@ def _place(event_id: str) -> tuple[int, ...]:
 
 
 def _modified(path: Path) -> float:
-    """Returns when the file changed, in Unix seconds; 0 without it."""
+    """Returns the file's time of change, in Unix seconds; 0 if there is no file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -196,7 +196,7 @@ def _modified(path: Path) -> float:
 
 
 READ_ONLY = {"read_only": True}
-"""What `/version` says beside, so that the page offers no change."""
+"""Added to `/version`, so that the page offers no changes."""
 
 
 def create_view(settings: Settings, folders: Sequence[Path]) -> Service:

@@ -1,10 +1,10 @@
-"""Atropos' trajectory API of a job with `[environment] kind = "pushed"`, below
+"""Atropos' trajectory API for a job with `[environment] kind = "pushed"`, below
 `/v1/jobs/{job_id}/atropos`: an environment takes this URL as its `rollout_server_url`. Hone is the
 trainer, so `/register` and `/batch` are refused.
 
-An environment gives up a group that is refused (4xx), so one without room waits here, as long as
-not too much waits. A lost connection and a 503 are tried again by the environment, and the same
-group is stored once.
+An environment drops a group that is refused (4xx), so a group without room waits here, up to a
+limit on the waiting bytes. After a lost connection or a 503 the environment sends the group again,
+and it is stored once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from shared.wire import (
 PREFIX = "/v1/jobs/{job_id}/atropos"
 
 WAITS = "wait for trainer to start"
-"""Atropos' word for: ask again in a second."""
+"""Atropos' answer that makes an environment ask again in a second."""
 
 HOLD_S = 240.0
 """Seconds that a group without room waits. An environment's client waits for 300."""
@@ -71,10 +71,10 @@ MAX_ENVIRONMENTS = 256
 """Environments of a job at a time."""
 
 FULL_S = 10
-"""Seconds after which an environment that was not registered is to ask again."""
+"""Retry-After of an environment that was not registered."""
 
 MAX_JOBS = 64
-"""Jobs whose environments are remembered by when they were heard of."""
+"""The number of jobs for which the times of environments' last requests are kept."""
 
 NOT_SAMPLED = -100
 
@@ -108,7 +108,7 @@ def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> No
         return await rendering.render(await api.push(job_id, sent, num_bytes), request)
 
     async def status_env(job_id: str, request: Request) -> Response:
-        """How far the job is, for the environment that the body names."""
+        """The job's progress, for the environment that the body names."""
         asked = codec.decode(EnvId, await _body(request, limit_bytes))
         return await rendering.render(await api.status_of(job_id, asked.env_id), request)
 
@@ -116,8 +116,8 @@ def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> No
         """Hone is the trainer of the job: refused."""
         await pushing.record(job_id)
         raise Conflict(
-            f"{request.method} {request.url.path} is a trainer's, and job {job_id!r} has Hone's; "
-            "expected an environment's routes"
+            f"{request.method} {request.url.path} is a route for a trainer, and Hone is the "
+            f"trainer of job {job_id!r}; expected a route for environments"
         )
 
     for method, path, handler, body, answer in (
@@ -140,12 +140,12 @@ def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> No
 def _add_reads(service: Service, api: Atropos, pushing: GroupIntake) -> None:
     @service.app.get(PREFIX + "/status")
     async def status(job_id: str) -> AtroposStatus:
-        """How far the job is."""
+        """The job's progress."""
         return await api.status(job_id)
 
     @service.app.get(PREFIX + "/info")
     async def info(job_id: str) -> AtroposInfo:
-        """How many completions a step has, and how long they may be."""
+        """The number of completions of a step, and their maximum length."""
         return await api.info(job_id)
 
     @service.app.get(PREFIX + "/wandb_info")
@@ -172,8 +172,8 @@ class WaitQueue:
 
 
 class Atropos:
-    """`_heard` says of each job's environments when they asked last (time.monotonic). One that is
-    silent for `environment.episode_s` has no share, until it asks again."""
+    """`_heard` has, by job and environment, the time of the last request (time.monotonic). An
+    environment that is silent for `environment.episode_s` has no share until its next request."""
 
     def __init__(self, pushing: GroupIntake) -> None:
         self._pushing = pushing
@@ -183,15 +183,15 @@ class Atropos:
         self._queues: dict[str, WaitQueue] = {}
 
     async def register(self, job_id: str, asked: RegisterEnv) -> EnvRegistered:
-        """Returns the environment's number. An environment of a job that does not run yet is to
-        ask again. Raises Busy if the job has as many as it may."""
+        """Returns the environment's number. An environment of a job that does not run yet is told
+        to ask again. Raises Busy if the job has as many as it may."""
         record = await self._pushing.record(job_id)
         if record.status in TERMINAL:
             raise Conflict(f"job {record.id!r} is {record.status}; expected one that runs")
         if asked.min_batch_allocation is not None:
             raise BadRequest(
                 f"'min_batch_allocation': got {asked.min_batch_allocation:g}, expected none: a "
-                "step takes groups in the order in which they came"
+                "step takes groups in the order in which they arrived"
             )
         if record.status != "running":
             return EnvRegistered(status=WAITS)
@@ -212,8 +212,8 @@ class Atropos:
     async def push(
         self, job_id: str, sent: Sequence[Converted], num_bytes: int = 0
     ) -> DataReceived:
-        """Returns once all groups are on disk. Raises Unavailable if a group has found no room in
-        HOLD_S, or too much waits already beside its body of `num_bytes`."""
+        """Returns once all groups are on disk. Raises Unavailable if there was no room for a group
+        within HOLD_S, or if its body of `num_bytes` would exceed the limit on waiting bytes."""
         end = time.monotonic() + HOLD_S
         heard = self._heard.get(job_id, {})
         for number in heard.keys() & {env_id for env_id, _ in sent}:
@@ -227,13 +227,13 @@ class Atropos:
                     size = max(num_bytes, LEAST_BYTES)
                     held = self._waiting.hold(size, MAX_WAITING_BYTES, _too_much_waits)
                     waiting.enter_context(held)
-                    num_bytes = 0  # the body counts once
+                    num_bytes = 0  # a body counts once, for all of its groups
                 await self._store_in_turn(job_id, checked, end)
         return DataReceived(groups_processed=len(sent))
 
     async def _store_in_turn(self, job_id: str, checked: CheckedGroup, end: float) -> None:
-        """Stores the group once there is room for it, first come, first served. Only the first in
-        the queue looks for room."""
+        """Stores the group once there is room for it, in order of arrival: only the first in the
+        queue checks for room."""
         queue = self._queues.setdefault(job_id, WaitQueue())
         queue.num_waiting += 1
         try:
@@ -260,15 +260,15 @@ class Atropos:
         return True
 
     async def status(self, job_id: str) -> AtroposStatus:
-        """Returns how far the job is. Of a job that has ended, one step beyond its last: by this an
-        environment ends."""
+        """Returns the job's progress; for a job that has ended, one step beyond its last, at which
+        environments stop."""
         record = await self._pushing.record(job_id)
         counts = await self._pushing.counts(job_id)
         step = record.job.steps + 1 if record.status in TERMINAL else record.step
         return AtroposStatus(current_step=step, queue_size=counts.waiting)
 
     async def status_of(self, job_id: str, env_id: int) -> EnvStatus:
-        """Returns the same for an environment, with its share of the samplers by weight."""
+        """Returns as `status`, for one environment, with its share of the samplers by weight."""
         record, status = await self._pushing.record(job_id), await self.status(job_id)
         found = await self._pushing.registered(record)
         if not 0 <= env_id < len(found):
@@ -290,14 +290,14 @@ class Atropos:
         if num >= MAX_ENVIRONMENTS:
             raise Busy(
                 f"job {record.id!r} has {num} environments, expected fewer than "
-                f"{MAX_ENVIRONMENTS} for another one; one that asks nothing for "
+                f"{MAX_ENVIRONMENTS} for another one; an environment without a request for "
                 f"{_idle_s(record):g} s (environment.episode_s) does not count",
                 retry_after_s=FULL_S,
             )
 
     def _active(self, record: JobRecord, num: int) -> list[int]:
-        """Returns which of `num` environments are not silent. One that this process has not heard
-        of yet counts as heard now."""
+        """Returns which of `num` environments are active. An environment that is new to this
+        process counts as active from now."""
         heard, now = self._of_job(record.id), time.monotonic()
         return [
             number for number in range(num) if now - heard.setdefault(number, now) < _idle_s(record)
@@ -325,8 +325,8 @@ def _idle_s(record: JobRecord) -> float:
 
 
 def pushed_group(data: ScoredData) -> PushedGroup:
-    """Returns the group in Hone's form. Its prompt is what all sequences begin with before the
-    first token that the policy sampled; the rest of each sequence is a rollout."""
+    """Returns the group in Hone's form. Its prompt is the common beginning of all sequences, up to
+    the first token that the policy sampled; the rest of each sequence is a rollout."""
     _check(data)
     num_prompt = _num_prompt(data)
     return PushedGroup(
@@ -353,7 +353,7 @@ def _rollout(data: ScoredData, at: int, num_prompt: int) -> PushedRollout:
 
 
 def _asked(data: ScoredData) -> list[Message]:
-    """Returns the messages of the prompt: what all conversations have before their last message."""
+    """Returns the prompt: the common beginning of all conversations before their last messages."""
     return _common([messages[:-1] for messages in data.messages or ((),)])
 
 
@@ -370,13 +370,13 @@ def _num_prompt(data: ScoredData) -> int:
 
 
 def _common(sequences: Sequence[Sequence[T]]) -> list[T]:
-    """Returns what all sequences begin with."""
+    """Returns the common beginning of the sequences."""
     columns = zip(*sequences, strict=False)
     return [each[0] for each in itertools.takewhile(lambda c: all(x == c[0] for x in c), columns)]
 
 
 def _check(data: ScoredData) -> None:
-    """Raises BadRequest for columns of other lengths, and for fields that Hone does not train."""
+    """Raises BadRequest for columns of different lengths, and for fields that are unsupported."""
     for name in UNSUPPORTED:
         if getattr(data, name) is not None:
             raise BadRequest(f"{name!r} is set; expected none: Hone does not train on it")
@@ -427,7 +427,7 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
 
 
 def _weight(data: bytes) -> int:
-    """Returns `codec.json_weight`, letting others work between two parts."""
+    """Returns `codec.json_weight`, and yields to other tasks between two parts."""
     return sum(
         codec.json_weight(data, at, at + PART_BYTES) for at in range(0, len(data), PART_BYTES)
     )

@@ -1,6 +1,6 @@
 """`/v1/jobs/{job_id}/groups`: groups that were sampled and scored elsewhere. A group is checked,
-and on disk before it is acknowledged. Errors name the rollout and the index of its token, both from
-0."""
+and stored on disk, before it is acknowledged. Errors name the rollout and the index of its token,
+both from 0."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ COLUMNS = ("sampled", "logprobs", "advantages")
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a job's model: the number of its token ids, and the most tokens of prompt
-    and completion, None if that is not known. `reader` is None for a model without a
+    """The parts of a job's model that checks need: the number of its token ids, and the most tokens
+    of prompt and completion, None if it is not known. `reader` is None for a model without a
     tokenizer.json."""
 
     name: str
@@ -89,7 +89,7 @@ def model_of(job: Job) -> Model:
 
 
 def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
-    """Returns the group as the loop trains on it. Raises BadRequest for the first fault."""
+    """Returns the group as the job trains on it. Raises BadRequest for the first fault."""
     prompt = _prompt_ids(group, model)
     _check_ids("prompt_token_ids", prompt, model)
     for index, rollout in enumerate(group.rollouts):
@@ -111,8 +111,8 @@ def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
 
 
 def check_ratio(group: PushedGroup, training: TrainingSpec) -> None:
-    """Raises BadRequest for a rollout whose tokens have different advantages, if the job's ratio is
-    of the sequence: it would average them."""
+    """Raises BadRequest for a rollout whose tokens have different advantages, if the job's
+    importance ratio is per sequence, which would average them."""
     if training.ratio_of != "sequence":
         return
     for index, rollout in enumerate(group.rollouts):
@@ -220,7 +220,7 @@ def _sampled(rollout: PushedRollout) -> Sequence[int]:
 
 
 def _dated(rollout: PushedRollout) -> list[tuple[int, int]]:
-    """Returns the sampled tokens that are the first of their version, as (index, version)."""
+    """Returns the first sampled token of each run of tokens of one version, as (index, version)."""
     if isinstance(rollout.versions, int):
         return [(0, rollout.versions)]
     pairs = zip(rollout.versions, enumerate(_sampled(rollout)), strict=False)
@@ -245,21 +245,21 @@ def _rollout(pushed: PushedRollout, model: Model) -> Rollout:
 
 
 def _last_answer(rollout: PushedRollout) -> list[int]:
-    """Returns the tokens that the policy sampled last without a break."""
+    """Returns the last contiguous run of tokens that the policy sampled."""
     pairs = list(zip(rollout.token_ids, _sampled(rollout), strict=True))
     runs = itertools.groupby(pairs, key=lambda pair: bool(pair[1]))
     return [[id for id, _ in run] for is_sampled, run in runs if is_sampled][-1]
 
 
 def _scored(reward: float | None) -> Score:
-    """Returns the score that a pushed reward is; None: no reward applies."""
+    """Returns the score with a pushed reward; None: no reward applies."""
     if reward is None:
         return Score(value=None, parts={})
     return Score(value=reward, parts={REWARD: Part(value=reward)})
 
 
 FULL_S = 2
-"""Seconds after which a refused pusher is to ask again."""
+"""Retry-After of a refused group."""
 
 MAX_QUEUES = 64
 
@@ -270,8 +270,8 @@ def add_routes(service: Service, pushing: GroupIntake) -> None:
     path = "/v1/jobs/{job_id}/groups"
 
     async def push(job_id: str, request: Request) -> Response:
-        """Stores a group of a job with `[environment] kind = "pushed"`, to be trained on in the
-        order in which groups came. 429: the job has as many as `max_staleness` allows."""
+        """Stores a group of a job with `[environment] kind = "pushed"`, to be trained on in order
+        of arrival. 429: the job has as many as `max_staleness` allows."""
         group = await rendering.read_body(request, PushedGroup)
         return await rendering.render(await pushing.push(job_id, group), request)
 
@@ -282,13 +282,13 @@ def add_routes(service: Service, pushing: GroupIntake) -> None:
 
     @service.app.get(path)
     async def count_groups(job_id: str) -> GroupCounts:
-        """How many pushed groups a job has, and for how many more it has room."""
+        """The number of pushed groups of a job, and for how many more it has room."""
         return await pushing.counts(job_id)
 
 
 @dataclass(frozen=True)
 class CheckedGroup:
-    """A pushed group without a fault: as sent, and as stored."""
+    """A checked pushed group: as sent, and as stored."""
 
     group: PushedGroup
     scored: ScoredGroup
@@ -309,7 +309,7 @@ class GroupIntake:
         return await self.store(job_id, await self.checked(job_id, group))
 
     async def checked(self, job_id: str, group: PushedGroup) -> CheckedGroup:
-        """Returns the group that is trained on. Raises BadRequest for one that cannot be, and
+        """Returns the checked group. Raises BadRequest for a group that cannot be trained on, and
         Conflict for a job that takes no groups."""
         record = await self.record(job_id)
         return await asyncio.to_thread(self._checked, record, group)
@@ -326,7 +326,7 @@ class GroupIntake:
         return await asyncio.to_thread(self.queue(record).look, partial(counts_of, record))
 
     async def register(self, record: JobRecord, program: dict[str, Any]) -> tuple[int, str]:
-        """Returns the number of a program that pushes to the job, from 0, and its name."""
+        """Registers a program that pushes to the job. Returns its number, from 0, and its name."""
         return await asyncio.to_thread(self.queue(record).register, program)
 
     async def registered(self, record: JobRecord) -> list[dict[str, Any]]:
@@ -366,7 +366,7 @@ class GroupIntake:
         return queue.accept(checked.scored, sent, admit)
 
     def queue(self, record: JobRecord) -> PushedQueue:
-        """Returns the job's queue, which remembers what it has read."""
+        """Returns the job's queue, which caches the part of the journal that it has read."""
         queue = self._queues.pop(record.id, None) or PushedQueue(Path(record.run_dir))
         self._queues[record.id] = queue
         while len(self._queues) > MAX_QUEUES:
@@ -374,7 +374,7 @@ class GroupIntake:
         return queue
 
     def model(self, job: Job) -> Model:
-        """Returns what is known of the job's model."""
+        """Returns the cached `model_of` the job."""
         key = (tokenizer_stamp(job), job.max_model_len, repr(job.sampling.template_args))
         if key not in self._models:
             found = model_of(job)

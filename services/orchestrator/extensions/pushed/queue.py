@@ -7,7 +7,7 @@ that shares the folder accepts groups.
     pushed/lock              held by the process that reads or writes
 
 A group is accepted once its line is on disk. Groups are numbered from 1 and taken in this order. A
-step that is done again takes what its line says, so no group is lost and none is trained twice.
+step that is done again takes the groups in its line, so no group is lost and none is trained twice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Versions = tuple[int, int] | None
 
 @dataclass
 class Ledger:
-    """What the journal says. `versions` are of the groups that no step has taken, by number; `took`
-    and `wants` are by step and round. `programs` have registered to push groups."""
+    """The contents of the journal. `versions` has the groups that no step has taken, by number;
+    `took` and `wants` are by step and round. `programs` have registered to push groups."""
 
     num_accepted: int = 0
     num_dropped: int = 0
@@ -52,7 +52,7 @@ class Ledger:
     programs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def add(self, line: dict[str, Any]) -> None:
-        """Takes in a line of the journal."""
+        """Applies a line of the journal."""
         if number := line.get("accepted"):
             self.num_accepted = number
             self.keys[line["key"]] = number, line["digest"]
@@ -80,8 +80,8 @@ class Ledger:
         return max((max(took, default=0) for took in steps), default=0)
 
     def num_ahead(self, last_step: int) -> int:
-        """Returns how many groups are trained before the next accepted group, after `last_step`.
-        A group that replaces one without signal moves none back."""
+        """Returns how many groups are trained before the next accepted group, after `last_step`. A
+        group that replaces another one does not delay later groups."""
         counts = {place: len(took) for place, took in self.took.items()} | self.wants
         done = sum(
             count
@@ -93,8 +93,8 @@ class Ledger:
 
 @dataclass(frozen=True)
 class SentGroup:
-    """How a group was sent: its digest, and its key. Without a key, the same group counts as sent
-    again until it is trained, by a step up to `last_step`."""
+    """The digest and the key of a group as it was sent. Without a key, a group of the same digest
+    counts as a repetition until it is trained, by a step up to `last_step`."""
 
     digest: str
     key: str | None
@@ -127,7 +127,7 @@ class PushedQueue:
             return number
 
     def register(self, program: dict[str, Any]) -> tuple[int, str]:
-        """Returns the number of a program, from 0, and its name among programs of the same name."""
+        """Registers a program. Returns its number, from 0, and a name that no other program has."""
         with self._locked() as ledger:
             chosen = program["desired_name"]
             same = sum(each["desired_name"] == chosen for each in ledger.programs)
@@ -175,7 +175,7 @@ class PushedQueue:
         return codec.decode_tolerantly(ScoredGroup, data, codec.MSGPACK)
 
     def look(self, of: Callable[[Ledger], T]) -> T:
-        """Returns `of` what the journal says now."""
+        """Returns `of` the ledger as of now."""
         with self._locked() as ledger:
             return of(ledger)
 
@@ -183,7 +183,8 @@ class PushedQueue:
     def _locked(self) -> Generator[Ledger]:
         with writing("run folder", self._run):
             if not self._folder.is_dir():
-                self._folder.mkdir(exist_ok=True)  # not its parents: someone may have removed them
+                # not its parents: the run folder may have been removed
+                self._folder.mkdir(exist_ok=True)
                 disk.flush(self._run)
             with disk.locked(self._folder / "lock"):
                 self._read()
@@ -229,7 +230,8 @@ def _same(known: tuple[int, str], key: str, digest: str) -> int:
     number, before = known
     if digest != before:
         raise Conflict(
-            f"the key {key!r:.80} came before with another body, as group {number}; expected the "
+            f"the key {key!r:.80} was used before with another body, as group {number}; expected "
+            "the "
             "same body, or another key",
             code="body_differs",
         )
@@ -242,11 +244,11 @@ def _versions_of(group: ScoredGroup) -> Versions:
 
 
 POLL_S = 0.2
-"""Seconds between two looks for groups that other processes accepted."""
+"""Seconds between two checks for groups that other processes accepted."""
 
 
 class PushedGroups:
-    """A step holds `turn` until it has its groups. Steps ask for it in their order, so they get
+    """The `GroupSource` of a pushed job. A step holds `turn` until it has its groups, so steps get
     groups in their order."""
 
     def __init__(self, queue: PushedQueue, status: AttemptStatus) -> None:
@@ -262,7 +264,7 @@ class PushedGroups:
         return [await asyncio.to_thread(self._queue.group, number) for number in numbers]
 
     async def _after(self, num_here: int, asked: Round) -> tuple[list[int], bool]:
-        """Returns what the queue gives once that is more than `num_here` groups."""
+        """As `take`, once the queue has more than `num_here` groups for the round."""
         what = f"{num_here} of the {asked.count} that step {asked.step} needs are here"
         with self._status.on("pushed groups", what):
             while True:

@@ -4,11 +4,11 @@ whose operations come over HTTP in place of a recipe.
 | file | contents |
 |---|---|
 | `routes.py` | `/api/v1`: bodies, training runs, downloads |
-| `sessions.py` | the SDK's sessions; what is not supported, with its sentences |
+| `sessions.py` | the SDK's sessions; unsupported routes, with their messages |
 | `models.py` | models, their operations and futures, sessions of samples |
 | `requests.py` | Tinker's requests as operations, and its models as jobs |
 | `messages.py` | Tinker's protobuf messages; results as messages |
-| `quota.py` | how much may wait to be done, by API key |
-| `log.py` | operations and what they saved, in the run folder; their names |
-| `driving.py` | the run: operations in their order, again after a trainer's death; samples |
+| `quota.py` | limits on pending operations, by API key |
+| `log.py` | operations and saved weights, in the run folder; their names |
+| `driving.py` | the run: operations in order, repeated after a trainer's death; samples |
 """

@@ -1,9 +1,7 @@
-"""The run of a program's model: its operations one after the other.
-
-The trainer numbers what changes its gradient or weights (`forward_backward`, `optim_step`), and
-resumes from its newest checkpoint. So after its death the operations since then are done again,
-under the same numbers: on a CPU the weights are the same to the bit. What has an outcome already
-keeps it.
+"""The run of a program's model: its operations one after the other. READ FIRST. The trainer numbers
+what changes its gradient or weights (`forward_backward`, `optim_step`), and resumes from its newest
+checkpoint. So after its death the operations since then are done again, under the same numbers: on
+a CPU the weights are the same to the bit. An operation that has an outcome already keeps it.
 
 Samples are of a model's snapshots, or of its base model. An order is on disk before it is
 acknowledged. The process that runs the model carries it out: at once, or within LOOK_S if another
@@ -20,7 +18,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from services.orchestrator.errors import OperatorActionNeeded, Preempted
-from services.orchestrator.extensions.tinker.log import OperationLog, Saved
+from services.orchestrator.extensions.tinker.log import OperationLog, SavedFolder
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Program
@@ -44,34 +42,35 @@ from shared.wire import (
 )
 
 POLL_S = 0.05
-"""Seconds between two looks for the next operation."""
+"""Seconds between two checks for the next operation."""
 
 LOOK_S = 1.0
-"""Seconds between two looks at which numbers have come."""
+"""Seconds between two reads of the numbers that have arrived."""
 
 FORGET_S = 600.0
 """Seconds between two removals of old samples."""
 
 GAP_S = 30.0
-"""Seconds after which a number that did not come is passed over: its request was refused or lost,
-and later ones have come."""
+"""Seconds after which a missing number is skipped: its request was refused or lost, and later ones
+have arrived."""
 
 TOO_LATE = (
-    f"it came more than {GAP_S:g} s after later operations, and was passed over; expected a new "
+    f"it arrived more than {GAP_S:g} s after later operations, and was skipped; expected a new "
     "number"
 )
 
 CHECKPOINT_EVERY_S = 120.0
-"""Seconds after which an optimizer step is followed by a checkpoint: what is done again at most."""
+"""Seconds after which an optimizer step is followed by a checkpoint: the most work that is repeated
+after a failure."""
 
 IDLE_S = 10.0
-"""Seconds without an operation after which a model makes room for a job that waits."""
+"""Seconds without an operation after which a model is preempted by a job that waits."""
 
 REFUSED = frozenset({"not_finite", "out_of_memory"})
-"""Codes of errors that an operation has to itself: the model continues as it was."""
+"""Codes of errors that affect only their operation: the model continues unchanged."""
 
 NOT_NAMED = {"tensors": {}, "canary": None}
-"""What a request for samples need not carry of an adapter: the digest is of all tensors."""
+"""The fields of an adapter that requests for samples leave out: the digest covers all tensors."""
 
 
 async def drive(orders: SampleOrders, program: Program) -> int:
@@ -94,21 +93,21 @@ class OperationRunner:
     num_queued: Callable[[], int]
     last: int
     samples: SampleOrders
-    _num_done: int = 0  # how many operations of the log the trainer counts
+    _num_done: int = 0  # how many operations the trainer has counted
     _serves: int = 0  # the version that samplers serve
-    _passed_below: int = 0  # numbers below that have not come were waited for
+    _passed_below: int = 0  # missing numbers below this were waited for already
     _samples_due_at: float = 0.0
     _forget_due_at: float = 0.0
-    _newest_due_at: float = 0.0  # when the numbers that have come are looked at next
+    _newest_due_at: float = 0.0  # the time of the next read of the numbers that have arrived
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _warned_of_surrogate: bool = False
     _loss: float = 0.0  # of the calls since the last optimizer step
     _checkpoint_at: float = field(default_factory=time.monotonic)
-    _at_checkpoint: LogStart | None = None  # what the newest checkpoint of this attempt has
+    _at_checkpoint: LogStart | None = None  # of the newest checkpoint of this attempt
 
     def __post_init__(self) -> None:
         self._log = OperationLog(self.folder.path)
-        self._saved = Saved(self.folder.path)
+        self._saved = SavedFolder(self.folder.path)
         self._serves = self.last
 
     async def run(self) -> int:
@@ -120,7 +119,7 @@ class OperationRunner:
         if self.last < start.done:
             raise OperatorActionNeeded(
                 f"the trainer continued from operation {self.last}, and the log begins after "
-                f"operation {start.done}: the checkpoints since then are damaged or gone"
+                f"operation {start.done}: the checkpoints since then are damaged or missing"
             )
         self._num_done, number = start.done, start.number - 1
         while True:
@@ -142,7 +141,7 @@ class OperationRunner:
     async def _perform(
         self, number: int, operation: ProgramOperation, known: OperationOutcome | None
     ) -> OperationOutcome:
-        """Does the operation, and returns its outcome; one that is `known` stays."""
+        """Does the operation, and returns its outcome; a `known` outcome is kept."""
         outcome = await self._attempt(operation)
         if operation.kind in ("checkpoint", "export") and outcome.error is None:
             await self._checkpointed(number)
@@ -159,13 +158,16 @@ class OperationRunner:
             await write_despite_cancel(self._log.finish, number, outcome)
             return outcome
         if outcome.error is not None and known.error is None:
-            raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
+            raise Failed(
+                f"operation {number} succeeded before, and fails when it is repeated: "
+                f"{outcome.error}"
+            )
         return known
 
     async def _list_saved(
         self, number: int, operation: ProgramOperation, outcome: OperationOutcome
     ) -> OperationOutcome:
-        """Lists what the operation saved, if it saved something."""
+        """Adds the operation's saved weights, if there are any, to the list."""
         if operation.saves is None:
             return outcome
         ref = None
@@ -194,11 +196,12 @@ class OperationRunner:
         return time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S
 
     async def _checkpointed(self, number: int) -> None:
-        """Makes the log begin where the checkpoint before this one was: that one is left, should
-        this one be damaged."""
+        """Makes the log begin at the checkpoint before this one, to which the model can go back if
+        this one is damaged."""
         self._checkpoint_at = time.monotonic()
         before = self._at_checkpoint
-        if before is not None and before.done < self._num_done:  # else it is the same folder
+        if before is not None and before.done < self._num_done:
+            # otherwise both are the same folder
             await write_despite_cancel(self._log.advance, before)
         self._at_checkpoint = LogStart(number=number + 1, done=self._num_done)
 
@@ -207,7 +210,7 @@ class OperationRunner:
 
     def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
         """Whether the present trainer or samplers lack the operation's effect. A refused optimizer
-        step has dropped the gradient, and drops it again."""
+        step counts too, because it dropped the gradient."""
         if outcome.error is not None:
             return operation.kind == "optim_step" and self._num_calls > 0
         if operation.is_numbered:
@@ -216,7 +219,7 @@ class OperationRunner:
         return is_now and self._serves != self.last
 
     async def _next(self, number: int) -> ProgramOperation | None:
-        """Returns the operation once it has come; None if later ones came and it did not."""
+        """Returns the operation once it has arrived; None if later ones arrived and it did not."""
         gap_since: float | None = None
         since = time.monotonic()
         with self.services.status.on("the program", f"operation {number}"):
@@ -232,8 +235,7 @@ class OperationRunner:
                     if time.monotonic() - gap_since > GAP_S:
                         self._passed_below = await asyncio.to_thread(self._log.newest)
                         await self.journal.warn(
-                            f"operation {number} did not come, and later ones did; it is passed "
-                            "over"
+                            f"operation {number} did not arrive, and later ones did; it is skipped"
                         )
                         return None
                 elif self.samples.has_under_way(self.services):
@@ -247,8 +249,8 @@ class OperationRunner:
         return await asyncio.to_thread(self._log.outcome, number) is not None
 
     async def _look_at_samples(self) -> None:
-        """Begins what other processes accepted, or this one before it died, and forgets what is
-        old."""
+        """Begins orders of samples that other processes accepted, or this one before it died, and
+        removes old samples."""
         if time.monotonic() < self._samples_due_at:
             return
         self._samples_due_at = time.monotonic() + LOOK_S
@@ -259,7 +261,7 @@ class OperationRunner:
             await write_despite_cancel(self._log.forget_samples)
 
     def _later_ones_came(self, number: int) -> bool:
-        """Whether later operations than this one have come."""
+        """Whether later operations than this one have arrived."""
         if time.monotonic() < self._newest_due_at:
             return False
         self._newest_due_at = time.monotonic() + LOOK_S
@@ -272,7 +274,7 @@ class OperationRunner:
         try:
             if self.last:
                 await self.services.trainer.checkpoint(self.last, await self._kept_steps())
-        except Conflict as error:  # a gradient waits: its calls are done again later
+        except Conflict as error:  # the gradient is lost: its calls are repeated later
             await self.journal.log(error.detail)
         raise Preempted(
             f"preempted: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
@@ -280,7 +282,7 @@ class OperationRunner:
         )
 
     async def _attempt(self, operation: ProgramOperation) -> OperationOutcome:
-        """Returns what the operation did, or its own error. Raises errors that are not its own."""
+        """Returns the operation's outcome, or the error if it affects only this operation."""
         try:
             return await self._dispatch(operation)
         except (BadRequest, Failed, Conflict) as error:
@@ -322,7 +324,7 @@ class OperationRunner:
         return OperationOutcome(step=self.last)
 
     async def _warn_of_surrogate(self, operation: ProgramOperation) -> None:
-        """Warns, once in an attempt, that another loss is computed than the program named."""
+        """Warns, once in an attempt, that a substitute for the program's loss is computed."""
         if operation.loss_name and operation.loss and not self._warned_of_surrogate:
             self._warned_of_surrogate = True
             await self.journal.warn(
@@ -358,8 +360,8 @@ class OperationRunner:
 
 
 AGAIN_S = 1.0
-"""Seconds after a failure before an order is carried out again: the snapshot may not serve yet,
-because what a trainer lost is being done again."""
+"""Seconds after a failure before an order is carried out again: the snapshot may not be served yet,
+because operations that a trainer lost are being repeated."""
 
 MAX_FAILED = 5
 """How often a sampler may fail at an order, for example because it read half of an adapter's
@@ -376,11 +378,11 @@ class SampleOrders:
     )
 
     _num_failures: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """How often a sampler failed at an order that is not delivered; 0: it was something else."""
+    """How often a sampler failed at an order that is not delivered; 0: by other errors only."""
 
     @contextlib.contextmanager
     def running(self, job_id: str, services: Services) -> Generator[None]:
-        """Makes the job's model one that this process runs."""
+        """Registers the job's model as running in this process while the block lasts."""
         self.services[job_id] = services
         try:
             yield
@@ -414,7 +416,7 @@ class SampleOrders:
             samples = await _sampled(
                 self.services[job_id], id, order, self._num_failures.get(which, 0)
             )
-        except (HoneError, KeyError) as error:  # the model's run tries it again
+        except (HoneError, KeyError) as error:  # the model's run repeats it
             self._num_failures[which] = self._num_failures.get(which, 0) + isinstance(error, Failed)
             get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
             await asyncio.sleep(AGAIN_S)
@@ -426,8 +428,7 @@ class SampleOrders:
 async def _sampled(
     services: Services, id: str, order: SampleOrder, num_failures: int
 ) -> DeliveredSamples:
-    """Returns the samples, or the error that is the order's own. Raises errors that time may
-    heal."""
+    """Returns the samples, or the error that is the order's result. Raises transient errors."""
     key = f"{services.caller.owner}:sample:{id}"
     try:
         group = await services.samplers.sample_order(order, key=key)
@@ -450,8 +451,8 @@ def _why_wrong(group: RolloutGroup, session: SamplingSession) -> str | None:
             return rollout.error or "the sample went wrong"
         if not session.own_weights and set(rollout.versions) - {session.step}:
             return (
-                f"the snapshot of version {session.step} does not serve any more (weights of "
-                f"{list(rollout.versions)} sampled); expected samples of the newest snapshot of a "
-                "model that has no adapter: save_weights_for_sampler makes one"
+                f"the snapshot of version {session.step} is no longer served (weights of "
+                f"{list(rollout.versions)} sampled); a model without adapter serves only its "
+                "newest snapshot: save_weights_for_sampler makes one"
             )
     return None

@@ -1,19 +1,19 @@
-"""The operations of a program's model, and what they saved: files in its run folder, so that they
+"""The operations of a program's model, and its saved weights: files in its run folder, which
 outlive every process.
 
     operations/00000017.msgpack          operation 17, once it is accepted
-    operations/00000017.outcome.msgpack  what it did, once it is done
-    operations/start.msgpack             which operations are done for good
-    operations/session-<id>.msgpack      a session of samples, and the weights that it samples by
-    operations/sample-<id>.msgpack       samples that were asked for, and .outcome.msgpack
-    saved/<number>.msgpack               what operation <number> saved, until it expires
+    operations/00000017.outcome.msgpack  its outcome, once it is done
+    operations/start.msgpack             which operations are final, and never repeated
+    operations/session-<id>.msgpack      a session of samples, and its weights
+    operations/sample-<id>.msgpack       an order of samples, and .outcome.msgpack
+    saved/<number>.msgpack               weights that operation <number> saved, until they expire
     snapshots/s<number>/                 the adapter of a snapshot, which the trainer wrote
     checkpoints/step-<step>/             a checkpoint
 
 Operations are numbered from 1 by the program, and done in this order. The same number again with
-the same body is the same operation; with another body it is refused. What is done for good is
-removed after an hour, with its outcome: until then a program may ask for it again. All functions
-wait for the disk: call them in a thread.
+the same body is the same operation; with another body it is refused. Final operations are removed
+after an hour, with their outcomes: until then a program may request these again. All functions wait
+for the disk: call them in a thread.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ SESSION = re.compile(r"[0-9]{1,12}|x[0-9a-f]{16}")
 digest."""
 
 SAMPLE = re.compile(rf"sample:((?:{SESSION.pattern})--?[0-9]{{1,20}})")
-"""A future of samples, in its model: the session, and the order's number there."""
+"""The future of an order of samples: the session, and the order's number there."""
 
 MAX_OPERATIONS = 99_999_999
 """Greatest number of an operation: names of files have eight digits."""
 
 NUMBER = re.compile(r"[0-9]{1,8}")
-"""A future of an operation, in its model: the operation's number. 0: the model itself."""
+"""The future of an operation, within its model: the operation's number. 0: the model itself."""
 
 
 def path_to(model_id: str, kind: SavedKind, name: str) -> str:
@@ -88,7 +88,7 @@ def read_path(path: Any, kind: SavedKind) -> tuple[str, str]:
 
 
 def read_name(path: Any) -> str:
-    """Returns the name under which something is to be saved. Raises BadRequest."""
+    """Returns the name under which weights are saved. Raises BadRequest."""
     if not isinstance(path, str) or not NAME.fullmatch(path) or not path.strip("."):
         raise BadRequest(
             f"'path': got {path!r:.120}; expected a name of letters, digits, '.', '_' and '-', of "
@@ -112,10 +112,10 @@ W = TypeVar("W", bound=Wire)
 FOLDER = "operations"
 
 KEPT_S = 3600.0
-"""Seconds that what is done for good stays, and samples do."""
+"""Seconds for which final operations and samples are kept."""
 
 MAX_END_BYTES = 1024
-"""More than a model's end takes on disk. It has no data, so larger files need not be read."""
+"""More bytes than the operation that ends a model has, so larger files need not be read."""
 
 
 class OperationLog:
@@ -127,9 +127,9 @@ class OperationLog:
 
     def accept(self, number: int, operation: ProgramOperation) -> None:
         """Returns once the operation is on disk. Raises Conflict, "body_differs", for a number that
-        came with another body."""
+        was used with another body."""
         if not self.run.is_dir():
-            raise Failed(f"the run folder {self.run} is gone", code="run_folder_gone")
+            raise Failed(f"the run folder {self.run} does not exist", code="run_folder_gone")
         if number < self.start().number and self.operation(number) is None:
             raise Conflict(f"operation {number} was done long ago; expected a new number")
         if not self._create(f"{number:08}", operation):
@@ -138,7 +138,7 @@ class OperationLog:
                 raise _differs(f"operation {number} was accepted")
 
     def _create(self, name: str, stored: Wire) -> bool:
-        """Returns once the file is on disk; False if it was there."""
+        """Returns once the file is on disk; False if it existed already."""
         disk.make_folder(self._folder)
         try:
             disk.create_file(self._file(name), _packed(stored))
@@ -147,31 +147,31 @@ class OperationLog:
         return True
 
     def refuse(self, number: int, digest: str, error: str) -> None:
-        """Notes that the request with this number cannot be done, unless the number has come."""
+        """Records that the request with this number is refused, unless it was accepted."""
         with contextlib.suppress(Conflict):
             self.accept(number, ProgramOperation(kind="refused", digest=digest))
             self.finish(number, OperationOutcome(error=error))
 
     def operation(self, number: int) -> ProgramOperation | None:
-        """Returns the operation; None if it has not come."""
+        """Returns the operation; None if it has not arrived."""
         return _read(self._file(f"{number:08}"), ProgramOperation)
 
     def outcome(self, number: int) -> OperationOutcome | None:
-        """Returns what the operation did; None if it is not done."""
+        """Returns the operation's outcome; None if it is not done."""
         return _read(self._file(f"{number:08}.outcome"), OperationOutcome)
 
     def finish(self, number: int, outcome: OperationOutcome) -> None:
-        """Stores what the operation did."""
+        """Stores the operation's outcome."""
         disk.write_file(self._file(f"{number:08}.outcome"), _packed(outcome))
 
     def newest(self) -> int:
-        """Returns the greatest number that has come; 0 without any."""
+        """Returns the greatest number that has arrived; 0 without any."""
         names = (path.name for path in self._folder.glob("[0-9]*.msgpack"))
         return max((int(name[:8]) for name in names), default=self.start().number - 1)
 
     def end(self) -> int | None:
-        """Returns the number of the model's end; None if none has come. Operations that arrived at
-        the same time may have later numbers."""
+        """Returns the number of the operation that ends the model; None if there is none.
+        Operations that arrived at the same time may have later numbers."""
         for file in sorted(self._folder.glob("[0-9]*[0-9].msgpack"), reverse=True):
             with contextlib.suppress(FileNotFoundError):  # done meanwhile
                 if file.stat().st_size > MAX_END_BYTES:
@@ -185,7 +185,7 @@ class OperationLog:
         return _read(self._file("start"), LogStart) or LogStart()
 
     def advance(self, start: LogStart) -> None:
-        """Makes the log begin there, and removes what no one can need any more."""
+        """Makes the log begin there, and removes operations that are no longer needed."""
         disk.write_file(self._file("start"), _packed(start))
         done = (
             file
@@ -197,7 +197,7 @@ class OperationLog:
             file.unlink(missing_ok=True)
 
     def forget_samples(self) -> None:
-        """Removes samples that were delivered an hour ago."""
+        """Removes samples that were delivered more than an hour ago."""
         for file in _old(self._folder.glob("sample-*.outcome.msgpack")):
             name = file.name.removesuffix(".outcome.msgpack")
             self._file(name).unlink(missing_ok=True)
@@ -215,8 +215,8 @@ class OperationLog:
         ]
 
     def pending_bytes(self, name: str) -> int:
-        """Returns what an operation, or an order of samples, takes on disk; 0 once it is done, or
-        before it has come."""
+        """Returns the bytes on disk of an operation or an order of samples; 0 once it is done, or
+        before it has arrived."""
         if self._file(f"{name}.outcome").exists():
             return 0
         with contextlib.suppress(FileNotFoundError):
@@ -224,7 +224,7 @@ class OperationLog:
         return 0
 
     def undelivered(self) -> list[str]:
-        """Returns the ids of the orders of samples that have none yet."""
+        """Returns the ids of the orders whose samples are not delivered yet."""
         names = {file.name.removesuffix(".msgpack") for file in self._folder.glob("sample-*")}
         return [
             name.removeprefix("sample-")
@@ -233,8 +233,8 @@ class OperationLog:
         ]
 
     def open_session(self, id: str, session: SamplingSession) -> None:
-        """Returns once the session is on disk; one that is there stays. Raises Conflict,
-        "body_differs", for an id that came with other weights."""
+        """Returns once the session is on disk; an existing one is kept. Raises Conflict,
+        "body_differs", for an id that was used with other weights."""
         if not self._create(f"session-{id}", session):
             known = self.session(id)
             if known is None or known.of_path != session.of_path:
@@ -256,7 +256,7 @@ class OperationLog:
 
     def order(self, id: str, order: SampleOrder) -> None:
         """Returns once the order of samples is on disk. Raises Conflict, "body_differs", for an id
-        that came with another order."""
+        that was used with another order."""
         if not self._create(f"sample-{id}", order) and self.ordered(id) != order:
             raise _differs(f"sample {id} was ordered")
 
@@ -264,7 +264,7 @@ class OperationLog:
         return _read(self._file(f"sample-{id}"), SampleOrder)
 
     def samples(self, id: str) -> DeliveredSamples | None:
-        """Returns the samples; None if they are not there yet."""
+        """Returns the samples; None if they are not delivered yet."""
         return _read(self._file(f"sample-{id}.outcome"), DeliveredSamples)
 
     def deliver(self, id: str, samples: DeliveredSamples) -> None:
@@ -275,7 +275,7 @@ class OperationLog:
 
 
 def _old(files: Iterable[Path]) -> Iterator[Path]:
-    """Yields the files that have stayed as long as they are to."""
+    """Yields the files that are older than KEPT_S."""
     latest = time.time() - KEPT_S
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -309,8 +309,8 @@ UNNAMED_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What the model of the run folder `run` saved."""
+class SavedFolder:
+    """The list of the weights that the model of the run folder `run` saved."""
 
     run: Path
 
@@ -349,13 +349,13 @@ class Saved:
         return tuple(sorted({one.step for one in self._entries() if one.kind != "snapshot"}))
 
     def use(self, number: int) -> None:
-        """Notes that a snapshot is sampled now."""
+        """Records that a snapshot is sampled now."""
         with contextlib.suppress(FileNotFoundError):
             self._file(number).touch()
 
     def remove(self, saved: SavedWeights) -> None:
         """Removes the weights, unless another entry or the model needs them, and the entry. The
-        entry goes last: a removal that was cut off is made again."""
+        entry is removed last, so that an interrupted removal is repeated."""
         if saved.kind == "snapshot":
             _discard(self.run / SNAPSHOTS / f"{SNAPSHOT}{saved.number}")
         elif not self._is_needed(saved):
@@ -386,7 +386,7 @@ class Saved:
         return self.run / SAVED_FOLDER / f"{number:08}.msgpack"
 
     def _read(self, file: Path) -> SavedWeights | None:
-        """Returns the entry; None if it is not there, or cannot be read."""
+        """Returns the entry; None if it does not exist or cannot be read."""
         try:
             data = file.read_bytes()
         except FileNotFoundError:
@@ -405,7 +405,7 @@ def _steps_in(checkpoints: Path) -> set[int]:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a folder of which no one may see half."""
+    """Removes a folder; readers never see it half removed."""
     aside = folder.with_name(f".tmp-{folder.name}")
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(aside, ignore_errors=True)

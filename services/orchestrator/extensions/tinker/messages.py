@@ -1,6 +1,6 @@
 """Tinker's protobuf messages, as far as they are read and written here: names and numbers of the
 fields are of `tinker_public.proto` in the package `tinker` 0.38. Fields that are not listed are
-skipped when a message is read. Below: what operations and samples gave, as such messages."""
+skipped when a message is read. And the conversion of outcomes and samples to such messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STOP, LENGTH = 0, 1
 """Values of `StopReason`."""
 
 FIELDS: dict[str, dict[str, tuple[int, str]]] = {
-    # kinds: a scalar, a message, "*" for repeated, "map " to a kind by text
+    # kinds: a scalar, a message, "*" for repeated, "map " for a map from text
     "Tensor": {"dense": (1, "bytes"), "dtype": (3, "int32"), "shape": (4, "*int64")},
     "EncodedTextChunk": {"tokens": (1, "bytes")},
     "Other": {},
@@ -88,7 +88,7 @@ FIELDS: dict[str, dict[str, tuple[int, str]]] = {
 
 
 ONE_OF = frozenset({"LossConfigValue"})
-"""Messages that have one of their fields, and so know which: `WhichOneof("value")`."""
+"""Messages whose fields are a oneof: `WhichOneof("value")` says which one is set."""
 
 
 def _file() -> descriptor_pb2.FileDescriptorProto:
@@ -139,10 +139,10 @@ def new(name: str) -> Any:
 
 
 def num_fields(body: bytes, name: str, most: int) -> int:
-    """Returns how many fields a message of this type and all messages in it have, the bytes of
-    lists of numbers among them; of more than `most`, or of no message, how many it found until
-    then. It makes nothing of them, and other threads work meanwhile. While protobuf reads they
-    cannot: it makes a message of every two bytes, and 1.5 KB of zstd may unpack to millions."""
+    """Returns how many fields a message of this type and all messages in it have, each byte of a
+    list of numbers counted as one. Stops counting at more than `most`, or at bytes that are not a
+    message. It parses nothing into objects and lets other threads work. Protobuf does neither: it
+    may make a message of every two bytes, and 1.5 KB of zstd may unpack to millions of them."""
     found, waiting = 0, [(0, len(body), name)]
     while waiting:
         at, end, kind = waiting.pop()
@@ -173,7 +173,7 @@ def num_fields(body: bytes, name: str, most: int) -> int:
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """Returns a number, and where it ends; of a number without an end, the end."""
+    """Returns a number, and where it ends; `end` for a number that is cut off."""
     number = shift = 0
     while at < end:
         byte, at = body[at], at + 1
@@ -217,14 +217,14 @@ SAVED: dict[SavedKind, str] = {
     "snapshot": "save_weights_for_sampler",
     "export": "save_weights_external",
 }
-"""The operations that save something, as the SDK calls them."""
+"""The SDK's names of the operations that save weights."""
 
 NO_LOGPROB = -99999.0
-"""Tinker's log-prob of a place that has none; its token id is 0."""
+"""Tinker's log-prob of a position that has none; its token id is 0."""
 
 
 def forward_backward_output(operation: ProgramOperation, outcome: OperationOutcome) -> bytes:
-    """Returns Tinker's message of what a call found: log-probs `[T]` of each datum, or `[T, K]`
+    """Returns the outcome of a call as Tinker's message: log-probs `[T]` of each datum, or `[T, K]`
     where its tokens have K targets each."""
     message = new("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
@@ -257,7 +257,7 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
 def json_result(
     model_id: str, number: int, operation: ProgramOperation, outcome: OperationOutcome
 ) -> dict[str, Any]:
-    """Returns Tinker's answer for an operation that gives no tensors."""
+    """Returns Tinker's answer for an operation whose outcome has no tensors."""
     if operation.kind == "optim_step":
         return {"type": "optim_step", "metrics": {"grad_norm:mean": outcome.grad_norm}}
     if operation.saves and operation.name:
@@ -271,7 +271,7 @@ def json_result(
 
 def sample_response(order: SampleOrder, group: RolloutGroup) -> bytes:
     """Returns Tinker's message of samples. Log-probs of the prompt are NaN, or `NO_LOGPROB`, where
-    they were not wanted, and of its first token."""
+    they were not requested, and for its first token."""
     message = new("SampleResponse")
     for one in group.rollouts:
         sequence = message.sequences.add(

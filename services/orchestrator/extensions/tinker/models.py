@@ -1,5 +1,6 @@
-"""The models that programs drive: made, found by id, and described; their operations, each on disk
-before the id of its future is given out; the results; and sessions that sample what they saved."""
+"""The models of programs: creates, finds and describes them; accepts their operations, each on disk
+before the id of its future is returned; returns the results; and opens sessions that sample saved
+weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from services.orchestrator.extensions.tinker.log import (
     SAMPLE,
     SESSION,
     OperationLog,
-    Saved,
+    SavedFolder,
     future_of,
     future_of_samples,
     read_name,
@@ -50,14 +51,14 @@ from shared.wire import (
 )
 
 Scope = Literal["owned", "accessible"]
-"""Whose models are meant: the caller's own, or all that it may use."""
+"""Which models are meant: the caller's own, or all that it may use."""
 
 MAX_LISTED = 100
-"""How many of the newest jobs are looked at for base models, or for a model that may sample."""
+"""How many of the newest jobs are searched for base models, or for a model that may sample."""
 
 
 class Models:
-    """The models of a store. A model is a job of the objective "program"."""
+    """The models of a store. A model is a job with the objective "program"."""
 
     def __init__(self, store: Store, submissions: Submissions) -> None:
         self._store, self._submissions = store, submissions
@@ -79,7 +80,7 @@ class Models:
         return record
 
     async def _job_id(self, model_id: str) -> str:
-        """Returns the job of a model's id, which the SDK may have made of the session's."""
+        """Returns the job of a model's id, which the SDK may have derived from the session's id."""
         if ":train:" not in model_id:
             return model_id
         wanted = JobFilter(metadata={requests.MODEL: model_id}, by_caller=True)
@@ -89,7 +90,7 @@ class Models:
         return listed[0].id
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Submits the model as a job. The same model of a session is the same job."""
+        """Submits the model as a job. The same model of a session gets the same job."""
         return await self._created(body, requests.job_document(body))
 
     async def load(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -111,17 +112,17 @@ class Models:
         return record
 
     async def saved(self, path: Any, kind: SavedKind) -> tuple[JobRecord, SavedWeights]:
-        """Returns the model of a path `tinker://MODEL/PART/NAME`, and what it saved under the
-        name. Raises BadRequest for any other path, and NotFound."""
+        """Returns the model of a path `tinker://MODEL/PART/NAME`, and the weights that it saved
+        under the name. Raises BadRequest for any other path, and NotFound."""
         model_id, name = read_path(path, kind)
         record = await self.get(model_id)
-        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).find, kind, name)
+        saved = await asyncio.to_thread(SavedFolder(Path(record.run_dir)).find, kind, name)
         if saved is None:
             raise NotFound(f"the model {record.id!r} has no {kind} {name!r}")
         return record, saved
 
     async def info(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the SDK asks of a model: its base model, tokenizer and adapter."""
+        """Returns the SDK's description of a model: its base model, tokenizer and adapter."""
         record = await self.get(id_of(body, "model_id"))
         return {
             "type": "get_info",
@@ -132,12 +133,12 @@ class Models:
         }
 
     async def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns what a new model needs to begin with a checkpoint: base model and adapter."""
+        """Returns the base model and adapter that a model must have to begin with a checkpoint."""
         record, _ = await self.saved(body.get("tinker_path"), "checkpoint")
         return {"base_model": record.job.model, **adapter_of(record.job)}
 
     async def capabilities(self) -> dict[str, Any]:
-        """Returns the base models of the newest jobs: any other one may be named too."""
+        """Returns the base models of the newest jobs; a program may also name any other one."""
         names = {one.model: None for one in (await self._store.list(None, MAX_LISTED)).jobs}
         able = {"trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": name, **able} for name in names]}
@@ -164,18 +165,18 @@ def read_job(document: dict[str, Any]) -> Job:
 
 
 def is_preempted_model(record: JobRecord) -> bool:
-    """Whether the model made room for another job, and its next operation brings it back."""
+    """Whether the model was preempted by another job, and continues with its next operation."""
     return record.pause_reason == "preempted"
 
 
 MAX_AHEAD = 1000
-"""How far a number may be beyond the newest: the SDK sends a few at a time, in any order."""
+"""How far a number may be ahead of the newest: the SDK sends a few at a time, in any order."""
 
-Read = Callable[[Job], ProgramOperation]
+OperationReader = Callable[[Job], ProgramOperation]
 
 
 class Operations:
-    """Operations of the models."""
+    """Accepts operations of the models."""
 
     def __init__(self, store: Store, models: Models, quota: PendingQuota) -> None:
         self._store = store
@@ -195,7 +196,7 @@ class Operations:
         return await self._numbered(body, digest, lambda _: requests.read_optim_step(body, digest))
 
     async def save(self, body: dict[str, Any], digest: str, kind: SavedKind) -> dict[str, Any]:
-        """Accepts that something is saved, and returns the id of its future. Raises BadRequest."""
+        """Accepts a request to save weights. Returns the id of its future. Raises BadRequest."""
 
         def read(_: Job) -> ProgramOperation:
             is_unnamed = kind == "snapshot" and body.get("path") is None
@@ -207,7 +208,7 @@ class Operations:
         return await self._numbered(body, digest, read)
 
     async def refuse_load(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        """Refuses a checkpoint for a model that exists. Raises BadRequest."""
+        """Refuses to load a checkpoint into an existing model. Raises BadRequest."""
 
         def refuse(_: Job | None = None) -> ProgramOperation:
             raise BadRequest(
@@ -220,8 +221,8 @@ class Operations:
         return await self._numbered(body, digest, refuse)
 
     async def unload(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        """Accepts the model's end, after all that has come, and returns the id of its future. Again
-        it is the same end."""
+        """Accepts the operation that ends the model, after all operations so far, and returns the
+        id of its future. A repeated request gets the same future."""
         record = await self._models.get(requests.id_of(body, "model_id"))
         log = OperationLog(Path(record.run_dir))
         operation = ProgramOperation(kind="unload", digest=digest)
@@ -232,16 +233,21 @@ class Operations:
             try:
                 return await self._accept(record.id, newest + 1, digest, lambda _: operation)
             except Conflict as error:
-                if error.code != "body_differs":  # else another operation has come meanwhile
+                if error.code != "body_differs":
+                    # otherwise another operation has arrived meanwhile
                     raise
 
-    async def _numbered(self, body: dict[str, Any], digest: str, read: Read) -> dict[str, Any]:
+    async def _numbered(
+        self, body: dict[str, Any], digest: str, read: OperationReader
+    ) -> dict[str, Any]:
         model_id = requests.id_of(body, "model_id")
         return await self._accept(model_id, body.get("seq_id"), digest, read)
 
-    async def _accept(self, model_id: str, number: Any, digest: str, read: Read) -> dict[str, Any]:
-        """Accepts the operation. If it cannot be read, its number is finished, and later operations
-        need not wait for it."""
+    async def _accept(
+        self, model_id: str, number: Any, digest: str, read: OperationReader
+    ) -> dict[str, Any]:
+        """Accepts the operation. If it cannot be read, its number is recorded as refused, so that
+        later operations do not wait for it."""
         is_whole = isinstance(number, int) and not isinstance(number, bool)
         if not is_whole or not 1 <= number <= MAX_OPERATIONS:
             raise BadRequest(
@@ -266,7 +272,7 @@ class Operations:
 
 
 def _check_near(log: OperationLog, number: int) -> None:
-    """Raises BadRequest for a number far beyond all that have come."""
+    """Raises BadRequest for a number far ahead of all that have arrived."""
     if log.operation(number - 1) is None and number > (newest := log.newest()) + MAX_AHEAD:
         raise BadRequest(
             f"'seq_id': got {number}, and the model's newest operation is {newest}; expected at "
@@ -275,10 +281,10 @@ def _check_near(log: OperationLog, number: int) -> None:
 
 
 POLL_S = 0.05
-"""Seconds between two looks for a result."""
+"""Seconds between two checks for a result."""
 
 WAIT_S = 20.0
-"""Seconds that a question for a future's result waits for it; the SDK gives it 45."""
+"""Seconds that a request for a future's result waits for it; the SDK's deadline is 45."""
 
 PROTOBUF = "application/x-protobuf"
 
@@ -287,23 +293,23 @@ MAX_WAITING = 2048
 """Most requests of one API key that wait for futures at a time."""
 
 MAX_LOOKS_PER_S = 500
-"""Most looks for results of all watchers together: each is work of a thread. All API keys that wait
-for futures have the same share."""
+"""Most checks for results per second of all watchers together: each takes a thread. All API keys
+that wait for futures have the same share."""
 
 RECORD_S = 0.5
-"""Seconds between two looks of a watcher at the model's record."""
+"""Seconds between two reads of the model's record by a watcher."""
 
 
 @dataclass
 class Watch:
-    """What looks for the result of one future, and how many requests wait for it."""
+    """The task that checks for the result of one future, and how many requests wait for it."""
 
     task: asyncio.Task[Response]
     num_waiting: int = 0
 
 
 class Futures:
-    """The futures of all that was accepted of the models."""
+    """The futures of the models' accepted operations and orders."""
 
     def __init__(self, store: Store, models: Models, orders: SampleOrders) -> None:
         self._store = store
@@ -311,11 +317,11 @@ class Futures:
         self._orders = orders
         self._watches: dict[str, Watch] = {}
         self._waiting: Counter[str] = Counter()
-        self._watching: Counter[str] = Counter()  # futures that are looked for, by API key
+        self._watching: Counter[str] = Counter()  # watched futures, by API key
 
     async def retrieve(self, body: dict[str, Any]) -> Response:
-        """Returns the result of a future, or 408 while there is none. All who wait for one future
-        have one watcher."""
+        """Returns the result of a future, or 408 while there is none. All requests for one future
+        share one watcher."""
         id, who = requests.id_of(body, "request_id"), caller_name()
         if self._waiting[who] >= MAX_WAITING:
             raise Busy(
@@ -362,7 +368,7 @@ class Futures:
         return found
 
     def _pause_s(self, who: str) -> float:
-        """Returns the seconds between two looks for a future of an API key."""
+        """Returns the seconds between two checks of a future of an API key."""
         num_keys = sum(num > 0 for num in self._watching.values())
         return max(POLL_S, self._watching[who] * num_keys / MAX_LOOKS_PER_S)
 
@@ -400,16 +406,16 @@ class Futures:
 
 
 def _is_over(record: JobRecord) -> bool:
-    """Whether the model has ended, or is paused for an error that someone has to fix."""
+    """Whether the model has ended, or is paused for an error that needs operator action."""
     return record.pause_reason == "error" or record.status in TERMINAL
 
 
 def _queue_state(record: JobRecord) -> dict[str, Any]:
-    """Returns what the SDK logs of a model that waits for long."""
+    """Returns the state that the SDK logs for a model that waits for long."""
     if record.status == "running":
         return {"queue_state": "active"}
     if record.status == "paused" and not is_preempted_model(record):
-        reason = f"someone paused it; `hone resume {record.id}` continues"
+        reason = f"it was paused on request; `hone resume {record.id}` continues it"
     else:
         reason = "it waits for a place on the trainer"
     return {"queue_state": "paused_capacity", "queue_state_reason": reason}
@@ -418,7 +424,7 @@ def _queue_state(record: JobRecord) -> dict[str, Any]:
 def _operation_result(model_id: str, log: OperationLog, number: int) -> Response | None:
     operation, outcome = log.operation(number), log.outcome(number)
     if operation is None:
-        raise NotFound(f"the model {model_id!r} has no operation {number}, or not any more")
+        raise NotFound(f"the model {model_id!r} has no operation {number}, or no longer has it")
     if outcome is None:
         return None
     if outcome.error is not None:
@@ -434,7 +440,7 @@ def _failed(error: str, *, user: bool) -> Response:
 
 
 class SamplingSessions:
-    """The sessions of samples. Each lies in the run folder of the model that samples for it."""
+    """Sessions of samples, each stored in the run folder of the model that samples for it."""
 
     def __init__(
         self, store: Store, models: Models, orders: SampleOrders, quota: PendingQuota
@@ -445,16 +451,16 @@ class SamplingSessions:
         self._quota = quota
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Opens a session on a snapshot, by its path, or on a base model. The same number of the
-        SDK's session is the same session."""
+        """Opens a session on a snapshot, by its path, or on a base model. The same number in the
+        SDK's session gets the same session."""
         key = requests.creation_key(body, "sampling_session_seq_id")
         path, base = requests.field(body, "model_path", str), body.get("base_model")
         if path:
             source, session = await self._snapshot(path)
             if base is not None and base != source.job.model:
                 raise BadRequest(
-                    f"'base_model': got {base!r:.200}, expected {source.job.model!r}, which the "
-                    "snapshot is of"
+                    f"'base_model': got {base!r:.200}, expected {source.job.model!r}, the "
+                    "snapshot's base model"
                 )
             sampler = source
             if source.status in TERMINAL:
@@ -473,17 +479,18 @@ class SamplingSessions:
         record, saved = await self._models.saved(path, "snapshot")
         if record.status in TERMINAL and saved.adapter is None:
             raise Conflict(
-                f"the model {record.id!r} is {record.status}, and its snapshot is no adapter that "
-                "another model's samplers could take; expected a model that runs"
+                f"the model {record.id!r} is {record.status}, and its snapshot is not an adapter, "
+                "so samplers of another model cannot serve it; expected a model that runs"
             )
         return record, SamplingSession(step=saved.step, adapter=saved.adapter, of_path=path)
 
     async def _sampler(
         self, body: dict[str, Any], document: dict[str, Any], rank: int
     ) -> JobRecord:
-        """Returns a model whose samplers have the document's base model, and take adapters of the
-        rank: one that the same program has made and not ended, or a new one. A model of another
-        program would end when that program likes, and have this one's prompts in its folder."""
+        """Returns a model whose samplers have the document's base model, and serve adapters of the
+        rank: one that the same program has created and not ended, or a new one. Not a model of
+        another program, which may end it at any time, and its folder would contain this program's
+        prompts."""
         wanted, program = read_job(document), body["session_id"]
         for status in ("running", "queued", "paused"):
             listed = await self._store.list(
@@ -502,7 +509,7 @@ class SamplingSessions:
         return found
 
     async def get(self, id: str) -> dict[str, Any]:
-        """Returns which weights a session samples."""
+        """Returns the weights that a session samples."""
         record, session, _ = await self._session(id)
         return {
             "sampler_id": id,
@@ -522,7 +529,7 @@ class SamplingSessions:
         return record, session, name
 
     async def order(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Orders samples. The same number in a session is the same order. Raises Conflict for a
+        """Orders samples. The same number in a session gets the same order. Raises Conflict for a
         new order of a model that has ended."""
         number = requests.field(body, "seq_id", int)
         if number is None:
@@ -539,7 +546,7 @@ class SamplingSessions:
             top_logprobs=requests.read_top(body, "topk_sample_logprobs"),
         )
         if name.isdecimal():
-            await write_despite_cancel(Saved(Path(record.run_dir)).use, int(name))
+            await write_despite_cancel(SavedFolder(Path(record.run_dir)).use, int(name))
         log, id = OperationLog(Path(record.run_dir)), f"{name}-{number}"
         if record.status in TERMINAL and await asyncio.to_thread(log.ordered, id) is None:
             raise Conflict(
@@ -558,7 +565,7 @@ class SamplingSessions:
 
 
 def _can_sample(job: Job, base_model: str, rank: int) -> bool:
-    """Whether the samplers of a program's model have the base model, and take adapters of the
+    """Whether the samplers of a program's model have the base model, and serve adapters of the
     rank."""
     is_fit = job.is_program and job.model == base_model
     return is_fit and job.served_rank is not None and job.served_rank >= rank
@@ -568,7 +575,8 @@ def _stored_session(run: Path, name: str) -> SamplingSession | None:
     """Returns the session of that name. The number of a snapshot is a session too."""
     if not name.isdecimal():
         return OperationLog(run).session(name)
-    found = (one for one in Saved(run).all() if one.number == int(name) and one.kind == "snapshot")
+    saved = SavedFolder(run).all()
+    found = (one for one in saved if one.number == int(name) and one.kind == "snapshot")
     saved = next(found, None)
     return saved and SamplingSession(step=saved.step, adapter=saved.adapter)
 

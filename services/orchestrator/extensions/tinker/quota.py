@@ -1,5 +1,5 @@
-"""How much of what programs sent may wait to be done, by API key. What is counted is on disk: of a
-model that this process has not seen, its folder is read first."""
+"""Limits the operations and orders of samples that wait to be done, by API key. They are counted on
+disk: the folder of a model that is new to this process is read first."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from services.orchestrator.extensions.tinker.log import OperationLog
 from shared.errors import Busy
 
 MAX_PENDING = 4096
-"""Most operations and orders of samples of one API key that are not done."""
+"""Most pending operations and orders of samples of one API key."""
 
 MAX_PENDING_BYTES = 1 << 29
-"""Bytes on disk of what is not done, from which on an API key's requests are refused: a hundred
-calls of the 5 MB that the SDK sends at a time."""
+"""Bytes on disk of pending operations and orders at which an API key's requests are refused: a
+hundred calls of 5 MB, the most that the SDK sends at a time."""
 
 RETRY_AFTER_S = 2
 
 
 @dataclass
 class Pending:
-    """What waits of one API key: the bytes of each operation and order, by run folder and name."""
+    """The pending operations and orders of an API key: their bytes by run folder and name."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     sizes: dict[tuple[Path, str], int] = field(default_factory=dict[tuple[Path, str], int])
@@ -35,14 +35,14 @@ class Pending:
 
 
 class PendingQuota:
-    """Methods wait for the disk, and for other threads of the same key: call them in a thread."""
+    """Checks and counts pending operations. Call in a thread: the methods wait for the disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}
 
     def check(self, key: str, log: OperationLog, name: str) -> None:
-        """Raises Busy if too much of the key waits already, unless the operation `name` has come
+        """Raises Busy if the key has reached a limit, unless the operation `name` was accepted
         before."""
         with self._of(key, log) as pending:
             if log.pending_bytes(name):
@@ -59,14 +59,14 @@ class PendingQuota:
                 )
 
     def note(self, key: str, log: OperationLog, name: str) -> None:
-        """Counts the operation or order, which has just come."""
+        """Counts a new operation or order."""
         with self._of(key, log) as pending:
             if num_bytes := log.pending_bytes(name):
                 pending.sizes[log.run, name] = num_bytes
 
     @contextlib.contextmanager
     def _of(self, key: str, log: OperationLog) -> Generator[Pending]:
-        """Yields what waits of the key, locked. Other keys do not wait for its disk."""
+        """Yields the key's pending operations, locked. Other keys do not wait for its disk."""
         with self._lock:
             pending = self._pending.setdefault(key, Pending())
         with pending.lock:
@@ -79,7 +79,7 @@ class PendingQuota:
 
 
 def _count_again(pending: Pending) -> None:
-    """Forgets what is done. Not at every request of a full key: it looks at thousands of files."""
+    """Removes finished operations from the count: not often, for it reads thousands of files."""
     now = time.monotonic()
     if now < pending.counted_at + RETRY_AFTER_S:
         return

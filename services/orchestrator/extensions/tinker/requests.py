@@ -1,5 +1,5 @@
-"""Tinker's requests as operations of a model, and as jobs. Each function raises BadRequest for what
-it cannot read, with the key and the value."""
+"""Converts Tinker's requests to operations of a model, and to jobs. Each function raises
+BadRequest, with the key and the value, for a value that it cannot read."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from shared.wire import (
 LOSSES: tuple[str, ...] = get_args(TokenLossName)
 
 SURROGATES: dict[str, TokenLossName] = {"stable_reinforce": "cispo"}
-"""Losses whose formula Tinker does not publish, and the loss that is computed instead.
-`stable_reinforce` is documented as a variant of REINFORCE, whose gradient `cispo` has on-policy.
-A datum's spans, which refer to statistics that Tinker recorded when sampling, are not read."""
+"""Losses whose formulas Tinker does not publish, with the losses that are computed instead.
+`stable_reinforce` is documented as a variant of REINFORCE, whose gradient `cispo` has on-policy. A
+datum's spans, which refer to statistics that Tinker recorded when sampling, are not read."""
 
 BOUNDS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 
 CONFIG = {"ppo": BOUNDS, "cispo": BOUNDS, "gspo": BOUNDS, "dro": {"beta": "beta"}}
-"""Tinker's keys of a loss's configuration, and ours."""
+"""Tinker's keys of a loss's configuration, and Hone's."""
 
 INPUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LOSSES, *SURROGATES), ("logprobs", "advantages")),
     "cross_entropy": (),
     "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
 }
-"""What a loss needs beside `target_tokens`."""
+"""The inputs that a loss needs beside `target_tokens`."""
 
 WEIGHTS = dict.fromkeys((*LOSSES, *SURROGATES), "advantages") | {"cross_entropy": "weights"}
-"""What a loss multiplies its tokens by."""
+"""The input by which a loss multiplies its tokens' terms."""
 
 NUMBERS = {messages.FLOAT32: "<f4", messages.INT64: "<i8", messages.INT32: "<i4"}
 
@@ -79,8 +79,8 @@ def digest_of(body: bytes) -> str:
 
 
 def field(body: Mapping[str, Any], key: str, kind: Kind, where: str | None = None) -> Any:
-    """Returns the value of a key of the `kind`; None if there is none. Raises BadRequest for any
-    other value. `where` is how the sentence names it."""
+    """Returns the value of a key of the `kind`; None if it is missing. Raises BadRequest for any
+    other value. `where` is its name in the message."""
     value = body.get(key)
     if value is None:
         return None
@@ -94,13 +94,13 @@ def id_of(body: Mapping[str, Any], key: str) -> str:
     """Returns the id under the key. Raises BadRequest without one."""
     found = field(body, key, str)
     if not found:
-        raise BadRequest(f"{key!r}: got {found!r}; expected an id that this server gave")
+        raise BadRequest(f"{key!r}: got {found!r}; expected an id from this server")
     return str(found)
 
 
 @contextlib.contextmanager
 def checked(model: type[BaseModel], where: str) -> Iterator[None]:
-    """Raises BadRequest in place of what the model says of its values."""
+    """Converts the model's validation errors to BadRequest."""
     try:
         yield
     except ValidationError as error:
@@ -109,7 +109,7 @@ def checked(model: type[BaseModel], where: str) -> Iterator[None]:
 
 
 def _loss(name: str, config: Mapping[str, tuple[str, float]]) -> TokenLoss:
-    """Returns the loss. `config` has for each of our keys Tinker's and the value."""
+    """Returns the loss. `config` has for each of Hone's keys Tinker's key and the value."""
     given = {"name": name, **{key: value for key, (_, value) in config.items()}}
     try:
         return TokenLoss.model_validate(given)
@@ -125,12 +125,12 @@ def _loss(name: str, config: Mapping[str, tuple[str, float]]) -> TokenLoss:
 
 
 IGNORED = frozenset({"mask"})
-"""Inputs that the cookbook keeps for itself."""
+"""Inputs of the cookbook that the server ignores."""
 
 
 MAX_FIELDS = 1 << 20
 """Most fields of a call, in all its messages: some thirty times `MAX_EXAMPLES`. Protobuf reads them
-in a tenth of a second, in which nothing else is done."""
+in a tenth of a second, in which other threads are blocked."""
 
 
 def read_message(body: bytes) -> Any:
@@ -144,7 +144,7 @@ def read_message(body: bytes) -> Any:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise BadRequest(f"the body is not a ForwardBackwardRequest: {error}") from error
     return message
 
 
@@ -160,8 +160,8 @@ MAX_LENGTH = 1 << 20
 
 
 def check_size(message: Any, limit: int | None) -> None:
-    """Raises BadRequest for data that expand to more than is taken, or are longer than the model's
-    `limit` in tokens. Nothing is made of them before."""
+    """Raises BadRequest for data that expand to too many sequences, or are longer than the model's
+    `limit` in tokens. Call it before the data are converted."""
     num_examples = 0
     if len(message.data) > MAX_EXAMPLES:
         raise BadRequest(f"'data' has {len(message.data)} data; expected at most {MAX_EXAMPLES}")
@@ -189,7 +189,7 @@ def check_size(message: Any, limit: int | None) -> None:
 
 
 def check_prompt(prompt: TokenIds, limit: int | None) -> TokenIds:
-    """Returns the prompt. Raises BadRequest if the model's `limit` in tokens leaves no room for an
+    """Returns the prompt. Raises BadRequest if the model's `limit` in tokens leaves none for an
     answer."""
     if len(prompt) >= (limit or MAX_LENGTH):
         raise BadRequest(
@@ -210,8 +210,8 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
         )
     if message.forward_only and name != "cross_entropy":
         raise BadRequest(
-            f"loss_fn is {name!r} of a forward; expected 'cross_entropy': a forward pass gives "
-            "log-probs, and of other losses no sum"
+            f"loss_fn is {name!r} of a forward; expected 'cross_entropy': a forward pass returns "
+            "log-probs, and for other losses no value"
         )
     config = _config(message)
     if name in SURROGATES and config.get("kl_coeff") == 0:
@@ -219,7 +219,7 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
     elif name in SURROGATES and "kl_coeff" in config:
         raise BadRequest(
             f"loss_fn_config has the kl_coeff {config['kl_coeff']:g} with loss_fn {name!r}; "
-            "expected 0 or none: Tinker does not publish what it weighs"
+            "expected 0 or none: Tinker does not publish its meaning"
         )
     known = CONFIG.get(name, {})
     if unknown := sorted(set(config) - set(known)):
@@ -251,8 +251,8 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
 
 
 def _config(message: Any) -> dict[str, float]:
-    """Returns the configuration of the call's loss. Raises BadRequest for a value that is no
-    number: protobuf would read it as 0."""
+    """Returns the configuration of the call's loss. Raises BadRequest for a value that is not a
+    number, which protobuf would read as 0."""
     for key, one in message.loss_fn_config_v2.items():
         if one.WhichOneof("value") != "number":
             raise BadRequest(
@@ -265,8 +265,8 @@ def _config(message: Any) -> dict[str, float]:
 
 
 def _examples(datum: Any, loss: str, at: int) -> list[Example]:
-    """Returns the datum's examples: one for each target that its tokens have. They read the same
-    tokens."""
+    """Returns the datum's examples: one for each target that its tokens have, all with the same
+    input tokens."""
     where = f"datum {at}"
     chunks = [chunk for chunk in datum.model_input if chunk.HasField("encoded_text")]
     if len(chunks) < len(datum.model_input):
@@ -315,7 +315,7 @@ def _examples(datum: Any, loss: str, at: int) -> list[Example]:
 
 
 def _num_targets(datum: Any) -> int:
-    """Returns how many targets each of the datum's tokens has, `[T, K]`; 0: one, `[T]`."""
+    """Returns K, the number of targets of each of the datum's tokens, for `[T, K]`; 0 for `[T]`."""
     shape = datum.loss_fn_inputs["target_tokens"].shape
     return int(shape[1]) if len(shape) == 2 else 0
 
@@ -389,11 +389,11 @@ OURS = {"grad_clip_norm": "max_grad_norm"}
 
 
 MAX_TTL_S = 10 * 365 * 86400
-"""Ten years, as the SDK says."""
+"""Ten years, the SDK's limit."""
 
 
 def read_ttl(body: Mapping[str, Any]) -> float | None:
-    """Returns for how many seconds something is to be kept; None: for ever. Raises BadRequest."""
+    """Returns how many seconds saved weights are kept; None: no limit. Raises BadRequest."""
     ttl = field(body, "ttl_seconds", (int, float))
     if ttl is not None and not 1 <= ttl <= MAX_TTL_S:
         raise BadRequest(
@@ -432,7 +432,7 @@ def _is_token(value: Any) -> bool:
 
 
 def read_prompt_logprobs(body: Mapping[str, Any]) -> int | None:
-    """Returns for how many of the prompt's last tokens log-probs are wanted; 0: for all; None: for
+    """Returns the number of the prompt's last tokens whose log-probs are requested; 0: all; None:
     none."""
     last = field(body, "prompt_logprobs_last_n", int)
     if last is not None and last < 1:
@@ -441,7 +441,7 @@ def read_prompt_logprobs(body: Mapping[str, Any]) -> int | None:
 
 
 def read_top(body: Mapping[str, Any], key: str) -> int:
-    """Returns how many of the likeliest tokens are wanted. Raises BadRequest."""
+    """Returns how many of the likeliest tokens are requested. Raises BadRequest."""
     num = field(body, key, int) or 0
     if not 0 <= num <= MAX_TOP:
         raise BadRequest(f"{key!r}: got {num}; expected 0 to {MAX_TOP}")
@@ -449,7 +449,7 @@ def read_top(body: Mapping[str, Any], key: str) -> int:
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:
-    """Returns how to sample. Raises BadRequest."""
+    """Returns the sampling options. Raises BadRequest."""
     given = field(body, "sampling_params", dict) or {}
     stop = given.get("stop")
     stops: Sequence[Any] = stop if isinstance(stop, list) else [] if stop is None else [stop]
@@ -488,11 +488,11 @@ def _number(given: Mapping[str, Any], name: str, kind: Kind, default: Any = None
 
 
 ALPHA = 32.0
-"""LoRA's alpha, whatever the rank: Tinker's."""
+"""LoRA's alpha for every rank, as in Tinker."""
 
 
 def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the job of a new model. Raises BadRequest for what is not supported."""
+    """Returns the job of a new model. Raises BadRequest for unsupported values."""
     lora = field(body, "lora_config", dict)
     optimizer = (field(body, "optimizer_config", dict) or {}).get("type", "adamw")
     if optimizer != "adamw":
@@ -521,7 +521,7 @@ def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def loaded_document(body: Mapping[str, Any], source: Job, checkpoint: str) -> dict[str, Any]:
     """Returns the job of a new model that begins with a checkpoint of `source`. Raises BadRequest
-    for what is not supported."""
+    for unsupported values."""
     base = field(body, "base_model", str)
     if base is not None and base != source.model:
         raise BadRequest(
@@ -550,7 +550,7 @@ MODEL = "tinker_model"
 """The name, in a job's metadata, of the id that the SDK generates for a model."""
 
 TRAIN = ":train:"
-"""What stands in that id between the session and the model's number there."""
+"""The separator in that id between the session and the model's number there."""
 
 
 MAX_SESSION_CHARS = 200
@@ -558,8 +558,8 @@ MAX_SESSION_CHARS = 200
 
 
 def creation_key(body: Mapping[str, Any], number: str) -> str:
-    """Returns the SDK's session and a number in it, as one text: what it creates under the same
-    text is the same. Raises BadRequest if one is missing."""
+    """Returns the SDK's session and a number in it as one text, which identifies the model or
+    session that the SDK creates. Raises BadRequest if one is missing."""
     session, place = field(body, "session_id", str), field(body, number, int)
     if not session or len(session) > MAX_SESSION_CHARS or place is None:
         raise BadRequest(
@@ -571,18 +571,18 @@ def creation_key(body: Mapping[str, Any], number: str) -> str:
 
 
 def model_id_of(body: Mapping[str, Any]) -> str:
-    """Returns the id that the SDK gives the model that it creates."""
+    """Returns the id that the SDK generates for the model that it creates."""
     session, _, number = creation_key(body, "model_seq_id").rpartition(":")
     return f"{session}{TRAIN}{number}"
 
 
 def program_of(metadata: Mapping[str, str]) -> str:
-    """Returns the SDK's session that made the model with this metadata; "" without one."""
+    """Returns the SDK's session that created the model with this metadata; "" without one."""
     return metadata.get(MODEL, "").rpartition(TRAIN)[0]
 
 
 def adapter_of(job: Job) -> dict[str, Any]:
-    """Returns what Tinker tells of a model's adapter."""
+    """Returns Tinker's description of a model's adapter."""
     return {"is_lora": job.lora is not None, "lora_rank": job.lora.rank if job.lora else None}
 
 

@@ -1,8 +1,8 @@
-"""`/api/v1`: what the `tinker` SDK asks for. Every operation is answered at once with the id of its
-future, once it is on disk; `/retrieve_future` has the result, and 408 until it is there. Bodies are
+"""`/api/v1`: the routes of the `tinker` SDK. An operation is answered with the id of its future as
+soon as it is on disk; `/retrieve_future` returns the result, and 408 until there is one. Bodies are
 unpacked and read in a thread, one at a time for each API key: 2 KB may unpack to `MAX_CALL_BYTES`.
-Training runs and what they saved are shown, deleted and downloaded, by signed addresses that need
-no key for a while."""
+Training runs and their saved weights are listed, deleted, and downloaded by signed URLs that need
+no key until they expire."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from services.orchestrator.extensions.tinker.log import (
     PARTS,
     ROOT,
     OperationLog,
-    Saved,
+    SavedFolder,
     path_to,
 )
 from services.orchestrator.extensions.tinker.messages import SAVED
@@ -257,11 +257,11 @@ def _json(body: bytes) -> dict[str, Any]:
 
 
 EXPIRY_S = 600.0
-"""Seconds between two removals of what has expired."""
+"""Seconds between two removals of expired weights."""
 
 
 class Management:
-    """What the models of a store saved."""
+    """Lists, changes and removes the saved weights of the models of a store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -293,12 +293,12 @@ class Management:
         }
 
     async def checkpoints(self, record: JobRecord) -> dict[str, Any]:
-        """Returns what the model saved under a name, oldest first."""
-        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).all)
+        """Returns the weights that the model saved under a name, oldest first."""
+        saved = await asyncio.to_thread(SavedFolder(Path(record.run_dir)).all)
         return {"checkpoints": [_checkpoint(record.id, one) for one in saved if one.name]}
 
     async def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]:
-        """Returns what all models saved, newest first."""
+        """Returns the saved weights of all models, newest first."""
         found: list[dict[str, Any]] = []
         async for one in models_of(self._store):
             found += (await self.checkpoints(await self._store.get(one.id)))["checkpoints"]
@@ -317,23 +317,24 @@ class Management:
                     f"{saved.name!r} is used by job {use.job_id!r}, which is {use.status}; cancel "
                     "that job, or wait for its end"
                 )
-        await write_despite_cancel(Saved(run).remove, saved)
+        await write_despite_cancel(SavedFolder(run).remove, saved)
 
     async def expire(self, record: JobRecord, id: str, ttl_s: float | None) -> None:
         one = await asyncio.to_thread(find_saved, record, id)
         expires_at = None if ttl_s is None else time.time() + ttl_s
         await write_despite_cancel(
-            Saved(Path(record.run_dir)).change, one.model_copy(update={"expires_at": expires_at})
+            SavedFolder(Path(record.run_dir)).change,
+            one.model_copy(update={"expires_at": expires_at}),
         )
 
     # --- what has expired ------------------------------------------------------------------------
 
     async def remove_expired_forever(self) -> None:
-        """Removes, again and again, what has expired."""
+        """Removes expired weights periodically."""
         while True:
             try:
                 found = [one.id async for one in models_of(self._store)]
-            except HoneError as error:  # Redis is unreachable; a later removal may do better
+            except HoneError as error:  # Redis is unreachable; the next removal tries again
                 get_logger().warning("expired weights not removed", reason=str(error))
                 found = []
             for job_id in found:
@@ -341,23 +342,23 @@ class Management:
             await asyncio.sleep(EXPIRY_S)
 
     async def remove_expired(self, job_id: str) -> None:
-        """Removes what has expired of a model, but for what a job needs."""
+        """Removes a model's expired weights, except weights that a job needs."""
         try:
             run = Path((await self._store.get(job_id)).run_dir)
-            for saved in await asyncio.to_thread(Saved(run).expired):
+            for saved in await asyncio.to_thread(SavedFolder(run).expired):
                 with contextlib.suppress(Conflict):
                     await self._remove(run, saved)
-        except (HoneError, OSError) as error:  # a later removal may do better
+        except (HoneError, OSError) as error:  # the next removal tries again
             get_logger().warning("expired weights not removed", job=job_id, reason=str(error))
 
 
 def find_saved(record: JobRecord, id: str) -> SavedWeights:
-    """Returns what the model saved under Tinker's id, for example `weights/NAME`. Raises
-    NotFound."""
+    """Returns the weights that the model saved under Tinker's id, for example `weights/NAME`.
+    Raises NotFound."""
     part, _, name = id.partition("/")
-    found = part in KINDS and Saved(Path(record.run_dir)).find(KINDS[part][0], name)
+    found = part in KINDS and SavedFolder(Path(record.run_dir)).find(KINDS[part][0], name)
     if not found:
-        raise NotFound(f"the model {record.id!r} has no {id!r:.200}, or not any more")
+        raise NotFound(f"the model {record.id!r} has no {id!r:.200}, or no longer has it")
     return found
 
 
@@ -383,7 +384,7 @@ FILES = f"{ROOT}/files"
 IS_FILE = re.compile(rf"{FILES}/[0-9a-f]{{64}}/[0-9]{{1,12}}/[\w-]+/[0-9]{{1,9}}/.+")
 
 URL_S = 3600.0
-"""Seconds for which the address of an export's file is valid."""
+"""Seconds for which the signed URL of an export's file is valid."""
 
 
 def is_public(path: str) -> bool:
@@ -392,15 +393,15 @@ def is_public(path: str) -> bool:
 
 
 class Downloads:
-    """The files of exports. Orchestrators with one folder of runs share the secret that signs
-    their addresses."""
+    """The files of exports. Orchestrators with one folder of runs share the secret that signs their
+    URLs."""
 
     def __init__(self, store: Store, runs_dir: Path) -> None:
         self._store = store
         self._secret_file = runs_dir / ".keys" / "addresses.secret"
 
     async def urls(self, record: JobRecord, id: str, base_url: str) -> dict[str, Any]:
-        """Returns an address for each file of an export. `base_url` is the server's."""
+        """Returns a signed URL for each file of an export. `base_url` is the server's."""
         one = await asyncio.to_thread(find_saved, record, id)
         expires = int(time.time() + URL_S)
         files = await asyncio.to_thread(files_of, Path(one.path))
@@ -413,15 +414,15 @@ class Downloads:
         return {"urls": urls, "expires": iso(expires)}
 
     async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
-        """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
+        """Returns the file of a URL from `urls`. Raises Unauthorized for any other URL."""
         secret = await write_despite_cancel(kept_secret, self._secret_file)
         wanted = _signed(secret, job, number, name, expires)
         if not hmac.compare_digest(wanted.encode(), signature.encode()) or expires < time.time():
-            raise Unauthorized("the address is not one of an export's files, or not any more")
+            raise Unauthorized("the URL does not name an export's file, or has expired")
         run_dir = Path((await self._store.get(job)).run_dir)
-        found = {one.number: one for one in await asyncio.to_thread(Saved(run_dir).all)}
+        found = {one.number: one for one in await asyncio.to_thread(SavedFolder(run_dir).all)}
         if number not in found:
-            raise NotFound(f"the export {number} of the model {job!r} is not there any more")
+            raise NotFound(f"the export {number} of the model {job!r} no longer exists")
         return await asyncio.to_thread(path_of, Path(found[number].path), name)
 
 

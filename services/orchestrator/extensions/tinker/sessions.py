@@ -1,5 +1,5 @@
-"""Sessions of the SDK, and what of Tinker's API is not supported. A session is an id; it is known
-by the models that were created in it, which the jobs' metadata name."""
+"""Sessions of the SDK, and the unsupported routes of Tinker's API. A session is only an id, which
+the metadata of its models' jobs contain."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 Offset = Annotated[int, Query(ge=0)]
 
-Read = Callable[[Request], Awaitable[tuple[dict[str, Any], str]]]
+BodyReader = Callable[[Request], Awaitable[tuple[dict[str, Any], str]]]
 """Returns a body of JSON and its digest."""
 
 _LIST = "list_training_runs and `hone ls` list the models"
 
 NOT_SUPPORTED: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
-    # the sentence, and the parameters of the query, which are not read
+    # the message, and the parameters of the query, which are not read
     ("POST", f"{CHECKPOINT}/publish"): (
         "nothing is published: an API key that may use the jobs API may use any model",
         (),
@@ -68,15 +68,15 @@ NOT_SUPPORTED: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("POST", "retrieve_futures"): ("futures are retrieved one by one, by retrieve_future", ()),
     ("POST", "auth/token"): ("there are no tokens but the API key", ()),
 }
-"""What is refused, by method and path. The SDK raises the sentence at once. It sends the last five
-only where client/config and client/dynamic_config say so, which they do not."""
+"""The messages of refused routes, by method and path, which the SDK raises at once. It calls the
+last five only if client/config or client/dynamic_config requests it, which Hone's do not."""
 
 
 def add_route(
     service: Service, method: str, path: str, route: Callable[..., Awaitable[Any]], **how: Any
 ) -> None:
     """Adds a route of Tinker's API. Conflicts are answered with 422: the SDK retries a 409 for five
-    minutes before it shows the message, and a conflict does not pass."""
+    minutes before it shows the message, and a conflict is permanent."""
 
     @functools.wraps(route)
     async def answered(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def add_route(
     service.app.add_api_route(f"{ROOT}/{path}", answered, **how)
 
 
-def add_session_routes(service: Service, store: Store, read: Read) -> None:
+def add_session_routes(service: Service, store: Store, read: BodyReader) -> None:
     async def create_session(request: Request) -> dict[str, Any]:
         return _created((await read(request))[0])
 

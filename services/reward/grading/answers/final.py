@@ -1,4 +1,4 @@
-r"""The number that a text without a marked answer states. Pure.
+r"""Extracts the final number of a text that marks no answer. Pure.
 
 "The sum of 8 and 9 is 17."      ->  "17"
 "So the answer is **$1,200**."   ->  "$1,200"

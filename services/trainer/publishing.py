@@ -1,11 +1,11 @@
-"""Published weights: how a version of a job gets to a place from which samplers load it.
+"""Publishes a job's weights: brings a version to a place from which samplers load it.
 
     shm      <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
     http     the same files, fetched by GET /weights/<job>/v<version>/<file>
     delta    the changes since earlier versions, fetched likewise (`Deltas`)
     lora     <shm_dir>/<job>/a<version>/            the adapter alone; samplers that do not see the
                                                     folder fetch it
-             <runs_dir>/<job>/snapshots/s<number>/  an adapter that stays: a snapshot
+             <runs_dir>/<job>/snapshots/s<number>/  an adapter that is kept: a snapshot
     disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; the file `latest` beside it
                                                     names the newest folder
     reload   as disk; the sampler frees its engine's memory before it loads
@@ -60,7 +60,7 @@ from shared.wire import (
 )
 
 KEEP_VERSIONS = 2
-"""How many versions stay: a sampler may still be reading the one before the newest."""
+"""How many versions are kept: a sampler may still be reading the version before the newest."""
 
 SPARE = ASIDE + "spare"
 
@@ -116,7 +116,7 @@ class WrittenVersion(Digests):
     kind: FolderKind
 
     def is_whole(self) -> bool:
-        """Returns whether the files are still what was written."""
+        """Returns whether the files are unchanged since they were written."""
         try:
             return self.kind.digests(self.folder) == self.tensors
         except (OSError, Failed):
@@ -130,7 +130,7 @@ class Folders:
 
     In memory an older version stays too, as `SPARE`, if the kind `has_spare`: the next version is
     written over its files, because new memory costs the kernel more time than the rest of a
-    publish. That is no more memory than is used anyway while a version is written."""
+    publish. This takes no more memory than writing a version does anyway."""
 
     def __init__(
         self,
@@ -236,9 +236,9 @@ class Device:
 
 
 class Publisher:
-    """The published weights of one job. Only rank 0 has a publisher, and writes what all ranks
-    gather. `live` returns the tensors on the device where they are trained. Its versions are in
-    shared memory, with the changes between them, as adapters, on the shared volume, and on the
+    """The published weights of one job. Only rank 0 has a publisher, and writes tensors that all
+    ranks gather. `live` returns the tensors on the device where they are trained. Its versions are
+    in shared memory, with the changes between them, as adapters, on the shared volume, and on the
     device."""
 
     def __init__(
@@ -393,7 +393,7 @@ METHODS: dict[SyncMethod, Publish] = {
 
 
 def volume_dir(runs_dir: Path, job_id: str) -> Path:
-    """Returns where a job's versions lie on the shared volume."""
+    """Returns the folder of a job's versions on the shared volume."""
     return runs_dir.resolve() / job_id / "weights"
 
 
@@ -447,7 +447,7 @@ DELTA_FILE = "delta.safetensors"
 
 @dataclass(frozen=True)
 class Delta:
-    """The file that leads from one version's digest to the next one's."""
+    """The file with the change from the version of one digest to the next version."""
 
     file: Path
     base_digest: str
@@ -457,13 +457,13 @@ class Delta:
 
 
 class Deltas:
-    """The newest deltas of one job, in order; each leads from one published version to the next:
+    """The newest deltas of one job, in order; each is the change from one published version to the
+    next:
 
         <shm_dir>/<job>/d<version>/delta.safetensors    a packed frame per tensor that changed
 
-    Both versions are read from their published files. So a delta leads from the weights that
-    samplers have exactly to the weights that a whole version would have, and rounding never adds
-    up.
+    Both versions are read from their published files. So a delta gives samplers exactly the weights
+    of the whole version, and rounding errors do not accumulate.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -474,7 +474,8 @@ class Deltas:
         self, version: int, base: tuple[Path, str], whole: tuple[Path, str], size_bytes: int
     ) -> None:
         """Adds the step from `base` to `whole`, each a version's folder and digest, unless it is
-        there already. Forgets all, so that the whole version is sent, if it would be too large."""
+        there already. If the delta would be too large, forgets all deltas, so that the whole
+        version is sent."""
         (base_folder, base_digest), (whole_folder, digest) = base, whole
         if digest in (base_digest, self._end()):
             return
@@ -496,7 +497,7 @@ class Deltas:
         self._steps = self._steps[-KEEP_STEPS:]
 
     def leading_to(self, digest: str) -> tuple[Delta, ...]:
-        """Returns the steps to that version, oldest first; none if it can only be sent whole."""
+        """Returns the deltas up to that version, oldest first; empty if it is sent whole."""
         return tuple(self._steps) if self._end() == digest else ()
 
     def forget(self) -> None:
