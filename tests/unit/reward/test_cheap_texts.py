@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Earned]] = {
             "_17_": 1,
             "`17`": 1,
             "# 17": 1,
+            "seventeen": 1,
             "The sum is 17.": 1,
             "So the answer is **17**.": 1,
             "### Answer\n\n17": 1,

@@ -492,6 +492,7 @@ async def test_a_key_that_math_does_not_have_is_refused_with_those_it_has() -> N
         ("## Answer\n\n`17`", "17"),
         ("1. Add 8 and 9.\n2. The result is 17.", "17"),
         ("```\n17\n```\nHope this helps!", "17"),
+        ("The sum of 8 and 9 is seventeen.", "seventeen"),
         ("The answer is 17, because 8 + 9 = 17 and 8 < 9.", "17"),
         ("The answer is 17. Check: 17 - 9 = 8.", "17"),
         ("The answer is 8 + 9 = 17", "17"),

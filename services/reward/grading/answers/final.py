@@ -84,6 +84,19 @@ _BEFORE = re.compile(
     r"|logarithm) of)\s*$",
     re.IGNORECASE,
 )
+_WITHDRAWN = re.compile(
+    r"\W*(?:(?:oh|hmm+|um|but|no)\W{1,3}){0,3}(?:wait|actually|sorry|oops|correction|scratch that"
+    r"|i mean|on second thoughts?|no(?=[,.;]))\b",
+    re.IGNORECASE,
+)
+"""The start of a sentence that takes back what was said before it."""
+
+_RATHER = re.compile(
+    r"[,;-] *(?:I mean|(?:no,? )?wait|no|sorry|or rather|make that)\b[,:]? ", re.IGNORECASE
+)
+_WRONG = re.compile(
+    r"\b(?:wrong|incorrect|mistaken?|error|(?:not|n['’]t) (?:right|correct|true))\b", re.IGNORECASE
+)
 _WRONG_ANSWER = re.compile(r"\b(?:wrong|incorrect|false) answer", re.IGNORECASE)
 _DENIED = re.compile(
     r"\W{0,3} ?(?:is|are|was|were)(?:n['’]t| (?:not|never|wrong|incorrect|false))\b", re.IGNORECASE
@@ -234,7 +247,7 @@ def says_answer(line: str) -> bool:
 
 def stated_number(text: str) -> str | None:
     """Returns the text of the number that `text` states, with its unit; None if it states none."""
-    sentences = _sentences(text[-TAIL_CHARS:])
+    sentences = _kept(_sentences(text[-TAIL_CHARS:]))
     numeric: list[str] = []
     for sentence in sentences:
         if numeric and _CHECK.match(sentence):
@@ -247,7 +260,7 @@ def stated_number(text: str) -> str | None:
     sentence = answering or numeric[-1]
     if sentence.rstrip("\"'”)]").endswith("?"):
         return None
-    cleaned = _cleaned(sentence)
+    cleaned = _RATHER.split(_cleaned(sentence))[-1]
     if _is_hedged(cleaned) or _WRONG_ANSWER.search(cleaned):
         return None
     markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
@@ -265,6 +278,17 @@ def stated_number(text: str) -> str | None:
     if not is_first and _OPERATION.search(rest):
         return None
     return _stated_in(rest, is_first=is_first)
+
+
+def _kept(sentences: list[str]) -> list[str]:
+    """Returns the sentences from the last one that takes back those before it. If no number
+    follows, they stand, unless it calls them wrong."""
+    for i in range(len(sentences) - 1, 0, -1):
+        if _WITHDRAWN.match(sentences[i]):
+            behind = sentences[i:]
+            is_replaced = any(map(_has_number, behind)) or any(map(_WRONG.search, behind))
+            return behind if is_replaced else sentences
+    return sentences
 
 
 def is_denied(text: str, formula: re.Match[str]) -> bool:

@@ -53,6 +53,24 @@ _AND = re.compile(r"(?<=[a-z])(?: and)? (?=\d)")
 MAX_COMPOUND = 3
 """Most amounts that are added, as in 1 h 20 min 5 s."""
 
+_ONES: list[str] = re.split(
+    " ",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen",
+)
+_TENS: list[str] = re.split(" ", "twenty thirty forty fifty sixty seventy eighty ninety")
+_PARTS: list[str] = re.split(" ", "half third quarter fifth sixth seventh eighth ninth tenth")
+_ALONE = {"half", *SCALES} - {"k"}
+"""Words that are a number by themselves. With another behind them they may be a name: Hundred Years
+War."""
+
+_SPOKEN = re.compile(
+    rf"(?P<sign>(?:minus|negative) )?(?:(?P<tens>{'|'.join(_TENS)})(?:[- ](?P<and>"
+    rf"{'|'.join(_ONES[1:10])}))?|(?P<ones>{'|'.join(_ONES)})|(?P<an>an?)(?= (?:{'|'.join(SCALES)}|"
+    rf"half|third|quarter)\b))(?![a-z])(?:[- ](?P<part>{'|'.join(_PARTS)})s?(?![- \w]))?",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True)
 class Number:
@@ -99,6 +117,10 @@ def number(answer: str) -> Number | None:
     if "\\" in text or "…" in text or "(" in text:
         text = _REPEATING.sub(_repeated, _FRACTION.sub(_as_slash, text))
         text = " ".join(_CUT.sub(r"\1", text).split())
+    if text[:1].isalpha():
+        text = f"a {text.lower()}" if text.lower() in _ALONE else text
+        spoken = _SPOKEN.match(text)
+        text = _digits(spoken) + text[spoken.end() :] if spoken else text
     found = _NUMBER.fullmatch(text)
     counted = _counted(found) if found else None
     if found is None or counted is None:
@@ -199,6 +221,17 @@ def _repeated(found: re.Match[str]) -> str:
     top = int(f"{whole}{fixed}{repeated}") - int(f"0{whole}{fixed}")
     value = Fraction(top, (10 ** len(repeated) - 1) * 10 ** len(fixed))
     return f"{value.numerator}/{value.denominator}"
+
+
+def _digits(found: re.Match[str]) -> str:
+    """Returns "twenty-one" as 21 and "two thirds" as 2/3."""
+    ones, tens, part = (
+        (found[name] or "").lower() for name in ("ones" if found["ones"] else "and", "tens", "part")
+    )
+    value = 1 if found["an"] else _ONES.index(ones or "zero")
+    value += 10 * (_TENS.index(tens) + 2) if tens else 0
+    part = f"/{_PARTS.index(part) + 2}" if part else ""
+    return f"{'-' if found['sign'] else ''}{value}{part}"
 
 
 def _compound(text: str) -> Number | None:
