@@ -30,6 +30,7 @@ from shared.errors import BadRequest, Failed, how_to_install
 from shared.explain import elide
 from shared.host.processes import ending_with_parent
 from shared.job import Job
+from shared.job.section import Section
 from shared.weights.folders import step_of
 from shared.wire import Event, MetricsRow
 
@@ -239,7 +240,8 @@ ALONE = (
 def check(job: Job) -> None:
     """Raises BadRequest with a sentence for each key that TRL has no parameter for."""
     usual, faults = Job.model_construct(), list[str]()
-    inside = (f"{name}.{key}" for name in SECTIONS for key in type(getattr(job, name)).model_fields)
+    sections: dict[str, Section] = {name: getattr(usual, name) for name in SECTIONS}
+    inside = [f"{name}.{key}" for name, part in sections.items() for key in type(part).model_fields]
     for key in (key for key in (*ALONE, *inside) if key not in TAKEN):
         by_default = (attrgetter(key)(usual),)
         allowed, why = VALUES.get(key, (by_default, "TRL has no parameter for it"))
