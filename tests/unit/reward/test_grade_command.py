@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from hone.cli import app
 
@@ -44,12 +44,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def grade(*arguments: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
+def run(*arguments: str, url: str | None = None, stdin: str | None = None) -> Result:
     environment = {"HONE_REWARD_URL": url} if url else {}
-    result = CliRunner().invoke(
+    return CliRunner().invoke(
         app, ["grade", *arguments], input=stdin, env=environment, catch_exceptions=False
     )
-    return result.exit_code, result.output
+
+
+def grade(*arguments: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
+    """Returns the exit code, and the result or the error; on stderr may also be the progress."""
+    result = run(*arguments, url=url, stdin=stdin)
+    return result.exit_code, result.stdout or result.stderr
 
 
 def test_a_grader_is_tried_without_any_service_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +70,7 @@ def test_a_grader_is_tried_without_any_service_running(monkeypatch: pytest.Monke
         "-o",
         "json",
     )
-    score = json.loads(shown.splitlines()[-1])
+    score = json.loads(shown)
     assert (code, score["value"], score["parts"]["exact_match"]["verdict"]) == (0, 1.0, "ok")
 
 
@@ -147,9 +152,8 @@ def test_grading_that_takes_long_says_so(
     (folder / "own.py").write_text(
         "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0]\n"
     )
-    code, shown = grade("--file", str(folder / "own.py"), "--completion", "x", url=url)
-    assert code == 0
-    assert "grading, 0 s\n" in shown
+    result = run("--file", str(folder / "own.py"), "--completion", "x", url=url)
+    assert result.exit_code == 0 and "grading, 0 s\n" in result.stderr
 
 
 def test_a_named_service_that_is_away_is_not_replaced() -> None:
@@ -187,7 +191,7 @@ def test_a_file_of_completions_is_graded_row_by_row_with_the_mean(folder: Path) 
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     own = ("--reward", str(folder / "rewards.toml"), "--completions", str(file))
     code, shown = grade(*own, "-o", "json")
-    graded = json.loads(shown.splitlines()[-1])
+    graded = json.loads(shown)
     assert code == 0 and (graded["mean"], graded["num_missing"]) == (1.5, 0)  # 1 and 2 * 1
     assert [score["value"] for score in graded["scores"]] == [1.0, 2.0]
     assert graded["scores"][0]["parts"]["Lines"]["detail"] == "a gave 1"
