@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from hone.cli import app
 
@@ -45,19 +45,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def grade(typed: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
+def run(typed: str, url: str | None = None, stdin: str | None = None) -> Result:
     environment = {"HONE_REWARD_URL": url} if url else {}
-    result = CliRunner().invoke(
+    return CliRunner().invoke(
         app, ["grade", *shlex.split(typed)], input=stdin, env=environment, catch_exceptions=False
     )
-    return result.exit_code, result.output
+
+
+def grade(typed: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
+    """Returns the exit code, and the result or the error; on stderr may also be the progress."""
+    result = run(typed, url, stdin)
+    return result.exit_code, result.stdout or result.stderr
 
 
 def test_a_grader_is_tried_without_any_service_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.stack.read", lambda _folder: {"reward": "http://127.0.0.1:9"})
     typed = """exact_match --param column=answer --completion 42 --row '{"answer": "42"}' -o json"""
     code, shown = grade(typed)
-    score = json.loads(shown.splitlines()[-1])
+    score = json.loads(shown)
     assert (code, score["value"], score["parts"]["exact_match"]["verdict"]) == (0, 1.0, "ok")
 
 
@@ -111,9 +116,8 @@ def test_grading_that_takes_long_says_so(
     (folder / "own.py").write_text(
         "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0]\n"
     )
-    code, shown = grade(f"--file {folder}/own.py --completion x", url)
-    assert code == 0
-    assert "grading, 0 s\n" in shown
+    result = run(f"--file {folder}/own.py --completion x", url)
+    assert result.exit_code == 0 and "grading, 0 s\n" in result.stderr
 
 
 def test_a_named_service_that_is_away_is_not_replaced() -> None:
@@ -151,7 +155,7 @@ def test_a_file_of_completions_is_graded_row_by_row_with_the_mean(folder: Path) 
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     own = f"--reward {folder}/rewards.toml --completions {file}"
     code, shown = grade(f"{own} -o json")
-    graded = json.loads(shown.splitlines()[-1])
+    graded = json.loads(shown)
     assert code == 0 and (graded["mean"], graded["num_missing"]) == (1.5, 0)  # 1 and 2 * 1
     assert [score["value"] for score in graded["scores"]] == [1.0, 2.0]
     assert graded["scores"][0]["parts"]["Lines"]["detail"] == "a gave 1"

@@ -45,7 +45,7 @@ def test_a_command_gives_what_it_says(url: str, command: str, value: str) -> Non
         app, arguments, env={"HONE_REWARD_URL": url}, catch_exceptions=False
     )
     wanted = None if value == "none" else float(value)
-    assert json.loads(result.output)["value"] == wanted, result.output
+    assert json.loads(result.stdout)["value"] == wanted, result.output
     assert result.exit_code == (1 if wanted is None else 0)
 
 
