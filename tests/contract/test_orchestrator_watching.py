@@ -100,7 +100,7 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
     settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "AWAY_S", 0.2)
-    monkeypatch.setattr(services_module, "PRESENCE_DEADLINE_S", 0.6)
+    monkeypatch.setattr(services_module, "PRESENCE_DEADLINE_S", 1.5)
     told: list[str] = []
 
     async def tell(message: str, _away: bool) -> None:
