@@ -120,9 +120,9 @@ def test_who_waits_for_a_lock_in_vain_is_told_so_and_holds_up_no_one(
     path = tmp_path / "lock"
     with path.open("ab") as others:  # as another process has it
         fcntl.flock(others, fcntl.LOCK_EX)
-        with pytest.raises(Busy, match=r"locked for 0\.1 s"), disk.locked(path):
+        with pytest.raises(Busy, match=r"locked by others for 0\.1 s"), disk.locked(path):
             pass
-    with disk.locked(path), pytest.raises(Busy, match=r"locked for 0\.1 s"), disk.locked(path):
+    with disk.locked(path), pytest.raises(Busy, match=r"others for 0\.1 s"), disk.locked(path):
         pass
     with disk.locked(path):
         pass

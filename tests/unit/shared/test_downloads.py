@@ -71,4 +71,4 @@ async def test_a_file_that_was_removed_meanwhile_is_not_found(
     path.unlink()
     answer = await http.get("/file")
     assert (answer.status_code, answer.headers["content-type"]) == (404, MEDIA_TYPE)
-    assert answer.json()["detail"] == f"{str(path)!r} no longer exists"
+    assert answer.json()["detail"] == f"{str(path)!r} is not there any more"
