@@ -301,6 +301,7 @@ FindingCode = Literal[
     "mismatch",
     "off_policy",
     "evaluation_ignored",
+    "own_reward",
     "too_few_steps",
     "missing_rewards",
     "errored_rollouts",

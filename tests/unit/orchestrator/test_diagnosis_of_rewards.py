@@ -88,6 +88,16 @@ def test_updates_that_change_no_weight_are_a_finding(
     assert not codes(facts(trained | moved))
 
 
+def test_a_run_that_only_its_own_reward_code_judges_names_another_grader() -> None:
+    own = {"file": "r.py", "source": "def reward(completions): return [1.0]", "name": "mine"}
+    rises = {"reward": [0.2, 0.3, 0.4, 0.5, 0.9, 0.9]}
+    finding = only(facts(rises, job_with(rewards=[own])))
+    assert (finding.code, finding.level) == ("own_reward", "notice")
+    assert "'mine'" in finding.title
+    assert "hone eval MODEL JOB --job JOB --grader math" in finding.remedy
+    assert not codes(facts(rises, job_with(rewards=[own, {"grader": "math"}])))
+
+
 def test_one_of_two_rewards_that_never_varies_is_a_finding() -> None:
     job = job_with(rewards=[{"grader": "right"}, {"grader": "form"}])
     constant = {"rewards/form/mean": [0.0] * 5, "rewards/form/std": [0.0] * 5}

@@ -22,6 +22,7 @@ from services.orchestrator.extensions.diagnosis.facts import (
     rule,
 )
 from services.orchestrator.extensions.diagnosis.reward_hacking import reward_hacks
+from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import IGNORED, metric_prefix
 from services.orchestrator.grpo.metrics import CANARY_CHANGE
 from shared.wire import Evidence, Finding, JobRecord
@@ -281,6 +282,16 @@ def too_few_steps(run: RunSnapshot) -> Iterator[Finding]:
     if 0 < len(rewards) < FEWEST:
         num, compared = len(rewards), 2 * WINDOW
         yield finding("too_few_steps", None, [rewards], num=num, fewest=FEWEST, compared=compared)
+
+
+def own_reward(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that a run is judged by nothing but the job's own reward code, once it earns."""
+    rewards = run.of("reward")
+    graders = [reward for reward in outcomes(run.job) if reward.weight > 0]
+    is_own = bool(graders) and all(reward.source is not None for reward in graders)
+    if is_own and len(rewards) >= FEWEST and rewards.last().median > 0:
+        labels = ", ".join(repr(reward.label) for reward in graders)
+        yield finding("own_reward", None, [rewards], labels=labels)
 
 
 # --- the job's state at this moment --------------------------------------------------------------

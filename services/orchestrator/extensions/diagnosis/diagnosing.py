@@ -50,6 +50,7 @@ OF_RUN: tuple[Check, ...] = (
     checks.reward_constant,
     checks.by_metric,
     checks.evaluation_ignored,
+    checks.own_reward,
     checks.too_few_steps,
 )
 """Checks of what the run's files say. `checks.state` is of the job at this moment."""
