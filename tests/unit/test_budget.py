@@ -22,7 +22,7 @@ LINES = {
     "services/orchestrator/jobs": 3_000,
     "services/orchestrator/samplers": 2_810,
     "services/orchestrator/store": 3_150,
-    "services/reward": 14_510,
+    "services/reward": 14_520,
     "services/rollout": 5_810,
     "services/trainer": 10_350,
     "bench": 4_010,
