@@ -25,7 +25,6 @@ MAX_LINE_CHARS = 500
 _BLANK = " \t\r\u00a0\u200b\ufeff"
 """Characters that may stand before a fence, and between the fence and its mark."""
 
-_FENCED_LINE = re.compile(r"^.*(?:```|~~~).*$", re.MULTILINE)
 _FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(
     r"\{?[ \t]*\.?(?:lang(?:uage)?-)?(?:i?python|py)[\d.]*(?![\w+#])", re.IGNORECASE
@@ -157,8 +156,8 @@ def _blocks(text: str) -> tuple[list[_Block], bool]:
     blocks: list[_Block] = []
     fence, info, indent, begin = "", "", 0, 0
     is_balanced = True
-    for found in [*_FENCED_LINE.finditer(text)][-MAX_FENCES:]:
-        line, (start, end) = found[0], found.span()
+    for start, end in _fenced_lines(text):
+        line = text[start:end]
         opened = _opened(line)
         is_new = opened is not None and (
             not fence or (_PYTHON.match(opened[1]) and opened[2] - indent < 4)
@@ -177,6 +176,20 @@ def _blocks(text: str) -> tuple[list[_Block], bool]:
     if fence:
         blocks.append(_Block(info, _unindented(text[begin:], indent)))
     return blocks, is_balanced and not fence
+
+
+def _fenced_lines(text: str) -> list[tuple[int, int]]:
+    """Returns the begin and the end of each line with a fence; of more than `MAX_FENCES` the last
+    ones."""
+    lines: list[tuple[int, int]] = []
+    last = {mark: text.rfind(mark) for mark in ("```", "~~~")}
+    while (at := max(last.values())) >= 0 and len(lines) < MAX_FENCES:
+        start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+        lines.append((start, len(text) if end < 0 else end))
+        for mark in last:
+            if last[mark] >= start:
+                last[mark] = text.rfind(mark, 0, start)
+    return lines[::-1]
 
 
 def _opened(line: str) -> tuple[str, str, int] | None:
