@@ -217,7 +217,7 @@ async def test_a_job_has_so_many_environments_and_silent_ones_do_not_count(
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
     (refused,) = [answer for answer in answers if answer.status_code == 429]
     assert "has 2 environments, expected fewer than 2" in refused.json()["detail"]
-    assert "nothing for 2 s (environment.episode_s)" in refused.json()["detail"]
+    assert "without a request for 2 s (environment.episode_s)" in refused.json()["detail"]
     assert refused.headers["retry-after"] == "10" and await share(0) == await share(1) == 0.5
     for _ in range(5):
         await asyncio.sleep(0.5)

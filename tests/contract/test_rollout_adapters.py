@@ -219,7 +219,7 @@ async def test_flipped_bytes_are_refused_by_the_tensors_name(bench: Bench) -> No
         (
             '{"r": 5, "target_modules": ["w"]}',
             Conflict,
-            "has rank 5, expected at most 4, which the engine",
+            "has rank 5, expected at most 4, with which the engine",
         ),
         ('{"r": 1}', Failed, "adapter_config.json cannot be used: .*target_modules"),
     ],
