@@ -286,7 +286,10 @@ def judged(
     for part in ast.parse(imports).body:
         with contextlib.suppress(Exception):  # of a package that calls need, and tests do not
             exec(compile(ast.Module([part], []), "tests.py", "exec"), names)
-    return [_verdict(*case, names, frozenset(special), is_strict) for case in cases]
+    return [
+        _verdict(shown, test, results, names, frozenset(special), is_strict)
+        for shown, test, results in cases
+    ]
 
 
 def _verdict(
