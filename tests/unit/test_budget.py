@@ -14,7 +14,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_350,
-    "shared": 14_900,
+    "shared": 14_920,
     "services/orchestrator/api": 1_800,
     "services/orchestrator/data": 2_800,
     "services/orchestrator/extensions": 11_440,
