@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from bench.plan import CASES, PARTS, REAL, figures_of, rows
-from bench.plan_side import AS_SET, STEP, TOKENS, make_job, num_tokens, step_of
+from bench.plan_side import STEP, TOKENS, make_job, num_tokens, step_of
 from bench.trainer_side import make_examples
 
 
 def found(planned: float, measured: float) -> dict[str, object]:
     parts = dict.fromkeys(PARTS, 1.0)
     sizes = {"planned_mib": planned, "measured_mib": measured}
-    seconds = {"planned_s": 2.0, "train_s": 3.0}
-    return {**sizes, **seconds, "loaded_mib": 5.0, "settled_mib": 7.0, "parts": parts}
+    return {**sizes, "train_s": 3.0, "loaded_mib": 5.0, "settled_mib": 7.0, "parts": parts}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ def test_a_plan_is_within_a_fifth_of_what_was_measured(
 
 def test_the_table_has_each_part_beside_the_peak() -> None:
     *_, row = rows({"one": found(100, 90)}).splitlines()
-    assert row.split() == ["one", *["1"] * len(PARTS), "100", "90", "5", "7", "2.0", "3.0"]
+    assert row.split() == ["one", *["1"] * len(PARTS), "100", "90", "5", "7", "3.0"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,7 +48,6 @@ def test_every_case_is_a_job_with_full_micro_batches(name: str) -> None:
 def test_every_case_of_the_real_model_is_a_job_whose_groups_share_a_prompt(name: str) -> None:
     case = dict(REAL[name])
     step = step_of(**case.pop(STEP))
-    assert case.pop(AS_SET)
     assert make_job(Path("m"), case, step).sampling.prompts_per_step == step.num_prompts
     examples = make_examples(step)
     assert len(examples) == 8 * step.num_prompts
