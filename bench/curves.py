@@ -349,8 +349,7 @@ def overlap(results: Results, task: Task, steps: int, repeats: int) -> list[Figu
         folder = Path(name)
         rows = replace(task, steps=steps + 2).train_rows(seed=0)
         write_side(folder, results.model(task), rows)
-        threads = {"OMP_NUM_THREADS": "1", "HONE_TRAINER_THREADS": "1"}
-        with stack(folder, samplers=NUM_SAMPLERS, **threads) as client:
+        with stack(folder, samplers=NUM_SAMPLERS, OMP_NUM_THREADS="1") as client:
             for side in in_turns(turns, repeats):
                 one = HoneSide(client, folder, times_recipe(task), int(side == AHEAD))
                 turns[side].append(one.turn(steps))
