@@ -365,7 +365,7 @@ def test_a_key_that_may_only_read_sees_and_changes_nothing(
         page.locator(".job-head").get_by_role("button", name="cancel").click()
         page.get_by_role("dialog").get_by_role("button", name="cancel").click()
         said = page.get_by_role("dialog").get_by_role("alert").inner_text()
-        assert "key 'reader' may only read" in said
+        assert "key 'reader' has access 'read'" in said
         assert page.evaluate(
             "Object.keys(localStorage).every(name => !localStorage[name].includes('hone_'))"
         )
