@@ -1047,7 +1047,11 @@ async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:
     [
         ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", r"\(OOM\): its memory is full: raise"),
         ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", r"\(READONLY\): .* leads to a replica"),
-        ("ACL SETUSER default -evalsha", "ACL SETUSER default +@all", r"\(NOPERM\): its user lacks"),
+        (
+            "ACL SETUSER default -evalsha",
+            "ACL SETUSER default +@all",
+            r"\(NOPERM\): its user lacks",
+        ),
     ],
 )
 async def test_what_redis_refuses_for_a_while_is_unavailable_and_says_what_to_do(
