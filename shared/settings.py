@@ -99,10 +99,10 @@ class Settings(Documented):
 
     operation_deadline_s: float = Field(default=3600.0, ge=300)
     """Seconds that one call of a job to a service may take, but for sampling: training on a batch,
-    grading a group, loading a model, its download included, moving weights, writing a checkpoint.
-    The orchestrator then gives it up, and a service its work on any request. Raise it for models
-    that need longer, on orchestrator and services alike. At least 300: trainer and sampler may take
-    that to find that weights cannot go from GPU to GPU."""
+    or loading a model, its download included. Grading a group, publishing or loading weights and
+    writing a checkpoint have a sixth of it, at least 300. The orchestrator then gives the call up,
+    and a service its work on any request. Raise it for models that need longer, on orchestrator and
+    services alike."""
 
     runs_dir: Path = Path("runs")
     """Where jobs leave their results, one folder per job. Orchestrator, trainer and sampler share
@@ -412,6 +412,13 @@ class Settings(Documented):
         return value
 
     @property
+    def short_deadline_s(self) -> float:
+        """Seconds for a call that is short beside a step, so that a service that hangs is noticed:
+        grading a group, publishing or loading weights, writing a checkpoint. At least 300: trainer
+        and sampler may take that to find that weights cannot go from GPU to GPU."""
+        return max(300.0, self.operation_deadline_s / 6)
+
+    @property
     def rollout_urls(self) -> tuple[str, ...]:
         """The places in `rollout_url`, one by one, of all trainers."""
         return tuple(place for places in sampler_places(self.rollout_url) for place in places)
@@ -493,6 +500,7 @@ are no settings."""
 
 
 _DEADLINE = "HONE_OPERATION_DEADLINE_S is the deadline of each call"
+_SHORT = "a sixth of HONE_OPERATION_DEADLINE_S is the deadline of such a call"
 _FILES = "a file may have 512 MiB, and there may be 10,000"
 _MODAL = "deploy/modal/common.py chooses cores and memory by the GPUs"
 _PRICE = "HONE_PRICE_PER_HOUR is what an hour costs"
@@ -517,10 +525,10 @@ REMOVED = {
     "HONE_REPLICA_PATIENCE_S": "one sampler of several has a thirtieth of HONE_PATIENCE_S",
     "HONE_REWARD_CACHE_MIB": "verdicts are not kept from one request to the next",
     "HONE_SANDBOX_IMAGE": "Modal's Debian has the packages of HONE_SANDBOX_PACKAGES",
-    "HONE_SCORE_DEADLINE_S": _DEADLINE,
+    "HONE_SCORE_DEADLINE_S": _SHORT,
     "HONE_STALL_S": "events name who is waited for after 600 s",
     "HONE_START_DEADLINE_S": _DEADLINE,
-    "HONE_SYNC_DEADLINE_S": _DEADLINE,
+    "HONE_SYNC_DEADLINE_S": _SHORT,
     "HONE_TRAINER_RESTARTS": "ranks that died are started again 3 times in ten minutes",
     "HONE_TRAINER_THREADS": "OMP_NUM_THREADS is the number of threads of a rank",
     "HONE_TRAIN_DEADLINE_S": _DEADLINE,

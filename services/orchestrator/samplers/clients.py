@@ -141,7 +141,8 @@ class TrainerClient:
         body = PublishRequest(
             **self.caller.fence, version=version, method=method, snapshot=snapshot
         )
-        return await self._post("/publish_weights", body, WeightsRef)
+        deadline_s = self.caller.settings.short_deadline_s
+        return await self._post("/publish_weights", body, WeightsRef, deadline_s)
 
     @tracks_call("trainer", "writing a checkpoint", "checkpoint")
     async def checkpoint(
@@ -151,7 +152,8 @@ class TrainerClient:
         `patience_s` seconds for a trainer that is unreachable or cannot write; None: as long as any
         call."""
         body = CheckpointRequest(**self.caller.fence, step=step, keep=keep)
-        return await self._post("/checkpoints", body, Checkpoint, patience_s)
+        deadline_s = self.caller.settings.short_deadline_s
+        return await self._post("/checkpoints", body, Checkpoint, deadline_s, patience_s)
 
     async def release(self) -> None:
         """Lets another orchestrator have the trainer, if it answers soon. Nothing depends on it: a
@@ -168,13 +170,19 @@ class TrainerClient:
             get_logger().warning("trainer not released", job=job_id, reason=error.detail)
 
     async def _post(
-        self, path: str, body: Fenced, answer: type[W], patience_s: float | None = None
+        self,
+        path: str,
+        body: Fenced,
+        answer: type[W],
+        deadline_s: float | None = None,
+        patience_s: float | None = None,
     ) -> W:
-        """Returns the answer to a command, which may wait for one of each job that shares the
-        trainer."""
+        """Returns the answer to a command, which may wait for one of each other job that shares the
+        trainer. `deadline_s` None: that of a step."""
         settings = self.caller.settings
-        num_jobs = settings.places if self.caller.job.shares_as else 1
-        deadline_s = num_jobs * settings.operation_deadline_s
+        others = settings.places - 1 if self.caller.job.shares_as else 0
+        deadline_s = deadline_s or settings.operation_deadline_s
+        deadline_s += others * settings.operation_deadline_s
         return await self.client.call(
             "POST", path, body, answer, deadline_s=deadline_s, patience_s=patience_s
         )
@@ -210,7 +218,7 @@ class RewardClient:
             "/score",
             body,
             ScoreResult,
-            deadline_s=self.caller.settings.operation_deadline_s,
+            deadline_s=self.caller.settings.short_deadline_s,
             patience_s=self._patience_s,
         )
         scores = iter(result.scores)

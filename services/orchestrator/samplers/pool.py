@@ -113,7 +113,7 @@ class Pool:
 
     async def sleep(self, body: SleepRequest) -> None:
         """Makes all samplers free their GPUs until the next version is pushed."""
-        deadline_s = self._settings.operation_deadline_s
+        deadline_s = self._settings.short_deadline_s
         for sampler in self.up():
             await sampler.client.call("POST", "/sleep", body, ServingWeights, deadline_s=deadline_s)
 

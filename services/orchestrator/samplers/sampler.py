@@ -299,7 +299,7 @@ class Sampler:
                 "/reload_weights",
                 ref,
                 ServingWeights,
-                deadline_s=settings.operation_deadline_s,
+                deadline_s=settings.short_deadline_s,
                 patience_s=patience_s,
             )
             if serving.replica != self.name:

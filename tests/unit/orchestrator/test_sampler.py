@@ -144,7 +144,7 @@ async def test_a_sampler_that_joins_late_is_not_held_for_a_push_that_has_ended()
         raise SyncFailed("seen enough")
 
     sampler.client = cast(Any, type("Client", (), {"call": staticmethod(call)}))
-    settings = cast(Any, type("Some", (), {"operation_deadline_s": 1.0}))
+    settings = cast(Any, type("Some", (), {"short_deadline_s": 1.0}))
     with pytest.raises(SyncFailed, match="seen enough"):
         await sampler.load_weights(cast(Any, Late()), settings, 0.0, late=True)
     assert reached.is_set() and not sampler.held

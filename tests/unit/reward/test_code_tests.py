@@ -395,4 +395,4 @@ async def test_a_program_sleeps_only_so_long_in_all_its_tests(
 async def test_programs_that_sleep_leave_most_of_the_deadline_of_a_step() -> None:
     idle_s, slots, programs = CodeTestsParams().idle_s, 4, 384  # the slots of a host with two cores
     idle_s += SHORT_S["idle_s"]  # each is tried twice
-    assert programs / slots * idle_s <= Settings().operation_deadline_s / 2
+    assert programs / slots * idle_s <= Settings().short_deadline_s / 2

@@ -65,6 +65,12 @@ def test_a_password_in_a_url_that_is_none_is_not_shown(monkeypatch: pytest.Monke
     assert "s3cret" not in str(error.value.errors)
 
 
+def test_short_calls_have_a_sixth_of_the_deadline_and_at_least_300_s() -> None:
+    assert Settings().short_deadline_s == 600
+    assert Settings(operation_deadline_s=7200).short_deadline_s == 1200
+    assert Settings(operation_deadline_s=600).short_deadline_s == 300
+
+
 def test_no_deadline_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_LEASE_S", "inf")
     with pytest.raises(BadRequest, match=r"'HONE_LEASE_S': got 'inf'; .* a finite number"):
