@@ -326,7 +326,7 @@ async def run_once(sandbox: LocalSandbox, number: int) -> float:
 
 
 def program(number: int, index: int) -> str:
-    """Returns a program that is new in each round, because verdicts are cached by program."""
+    """Returns a program unlike all others: equal completions of a request are graded once."""
     return f"# round {number}\n{CODE}\n{TESTS} + [{index}]"
 
 

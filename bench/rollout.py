@@ -163,9 +163,9 @@ async def compare(
 
 
 def products(label: str, found: dict[str, list[Measurement]], prompts_share: float) -> list[Figure]:
-    """Returns the seconds of the products of the real model's weights with each completion's
-    tokens, and with its share of the prompt, in those that sampling takes: 2 operations per token
-    and weight."""
+    """Returns the share of sampling time that the products alone would take: of the real model's
+    weights with each completion's tokens and its share of the prompt, at 2 operations per token and
+    weight."""
     rate = product_rate(192, hidden_size=576, intermediate_size=1536)
     least = 2 * NUM_PARAMETERS * (1 + prompts_share) / rate
     return [

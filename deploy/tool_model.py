@@ -26,7 +26,7 @@ from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCaus
 from transformers.utils import logging
 
 PAD, BEGIN, END = "<pad>", "<|im_start|>", "<|im_end|>"
-PAD_ID, BEGIN_ID, END_ID = 0, 1, 2
+PAD_ID, END_ID = 0, 2
 ASKED = [{"role": "user", "content": "Find the number."}]
 NUM_TRAIN, NUM_TEST = 256, 32
 SECRETS = range(8, 16)

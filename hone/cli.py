@@ -29,7 +29,7 @@ REPLACED = {
     "get": "`hone ls JOB` shows one job",
     "open": "`hone up` and `hone submit` print the address of the page",
     "plot": "`hone metrics JOB --plot` draws the learning curve",
-    "regrade": "`hone grade --job JOB --step STEPS --reward FILE` grades stored rollouts anew",
+    "regrade": "`hone grade --job JOB --step STEPS --reward FILE` grades stored rollouts again",
     "sample": "the sampler answers OpenAI's API: docs/commands.md, one service alone",
     "wait": "`hone logs -f JOB` returns when the job ends or pauses",
 }

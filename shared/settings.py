@@ -84,9 +84,8 @@ class Settings(Documented):
     """Bearer token: every request but `/healthz`, `/readyz`, `/version` and the sampler's `/health`
     must carry it, and services and `hone` send it. At least 8 visible ASCII characters: it goes
     into a header, and must not be guessed. None: no authentication, and loopback only. This and the
-    other secrets (`redis_url`, `judge_api_key`,
-    `teacher_api_key`) may be in a file, which HONE_TOKEN_FILE then
-    names."""
+    other secrets (`redis_url`, `judge_api_key`, `teacher_api_key`, `modal_key`, `modal_secret`) may
+    be in a file instead, which HONE_TOKEN_FILE names for this one."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""

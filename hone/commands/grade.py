@@ -73,7 +73,7 @@ def grade(
     job: Annotated[
         str | None,
         typer.Option(
-            help="a job, whose stored rollouts of --step are graded anew; the job is unchanged",
+            help="a job, whose stored rollouts of --step are graded again; the job is unchanged",
             autocompletion=job_names,
         ),
     ] = None,

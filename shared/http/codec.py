@@ -80,11 +80,11 @@ def json_weight(data: bytes | str, start: int = 0, end: int | None = None) -> in
     return given.count(comma, start, end) + BRACKET_WEIGHT * brackets
 
 
-def check_weight(weight: int, most: int, what: str = "the body") -> None:
+def check_weight(weight: int, most: int) -> None:
     """Raises TooLarge for more than `most`."""
     if weight > most:
         raise TooLarge(
-            f"{what} has more than {most} numbers, lists and tables (a list or a table counts as "
+            f"the body has more than {most} numbers, lists and tables (a list or a table counts as "
             f"{BRACKET_WEIGHT}, commas and brackets in texts count too); expected at most {most}"
         )
 

@@ -103,12 +103,12 @@ class Part(Wire):
     missing ("sandbox_error", "error"), which is never an invented 0.
 
     `detail` is the reason in a few words: the program's value, or its error. `stdout` is the end of
-    its output. `seconds` is the time it took, and `cached` says that the verdict came from a cache.
-    `errors` are OpenAI's names of grader errors ("python_grader_runtime_error",
-    "model_grader_refusal_error", ...); together with a value: the grader failed on this text but
-    not on the row's other texts, and the value is the lowest of theirs. `sub` are the values of a
-    combined grader's parts, by name, and `tokens` the tokens that judges used, by model (0 from the
-    cache).
+    its output. `seconds` is the time it took, and `cached` says that the verdict is of an equal
+    completion of the request, or of an earlier question to a judge. `errors` are OpenAI's names of
+    grader errors ("python_grader_runtime_error", "model_grader_refusal_error", ...); together with
+    a value: the grader failed on this text but not on the row's other texts, and the value is the
+    lowest of theirs. `sub` are the values of a combined grader's parts, by name, and `tokens` the
+    tokens that judges used, by model (0 if `cached`).
     """
 
     value: float | None
@@ -136,14 +136,6 @@ class ScoreResult(Wire):
     """One score per item, in the order of the request."""
 
     scores: tuple[Score, ...]
-
-
-class ScoredItem(Wire):
-    """A line of a streamed `/score`: the item at `index` is graded by every reward. Lines come in
-    the order of completion."""
-
-    index: int
-    score: Score
 
 
 class ScoredGroup(Wire):

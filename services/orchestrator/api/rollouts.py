@@ -234,7 +234,7 @@ def token_columns(
     entropies: Logprobs = NO_LOGPROBS,
 ) -> TokenColumns:
     """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled
-    tokens among them. The score has the log-probs of branches before those of the row.
+    tokens among them. In the score the log-probs of branches come before the row's own.
     `trainer_logprobs` and `entropies` `[T]` are NaN for a token that was not trained on."""
     sampled = list(rollout.sampled) or [1] * len(rollout.token_ids)
     num_own = sum(sampled)

@@ -118,7 +118,7 @@ async def _look(name: ServiceName, url: str, settings: Settings) -> ServiceState
     except httpx.HTTPError as problem:
         error = f"it does not answer ({type(problem).__name__})"
     except ValueError:
-        error = f"its answer to GET {ASKED[name][0]} is not that of a {name} service"
+        error = f"its answer to GET {ASKED[name][0]} is no answer of a {name} service"
     return ServiceState(
         service=name,
         url=without_password(url),

@@ -283,9 +283,10 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """The limit of `what`: `limit` tokens of prompt and completion together, of which the
-    completion takes up to `max_tokens`, by the job's `key`. `overlong` is what the job does with
-    longer prompts; `num_fitting` counts prompts that fit."""
+    """The most tokens that `what` (the model, or a key of the job) holds: `limit` for prompt and
+    completion together, of which a completion takes up to `max_tokens`. `key` is the job's key for
+    `max_tokens`, and `overlong` its treatment of longer prompts. `num_fitting` counts prompts that
+    fit."""
 
     reader: PromptReader
     limit: int

@@ -55,7 +55,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
 CHECK_S = 60.0
 
 ANSWER_S = 600.0
-"""Seconds for the log-probs of a row. A busy endpoint computes those of many other rows first."""
+"""Seconds for the log-probs of a row. A busy endpoint computes many other rows first."""
 
 LEAST = -9000.0
 """Log-probs below this mean a probability of 0: JSON has no infinity, vLLM writes -9999."""

@@ -66,8 +66,8 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
 async def check_allowed(store: Store, job: Job, runs_dir: Path, present: Job | None = None) -> None:
     """Checks what a request by a key of access "own" names, in any route. Raises NotFound for a
     path in a run folder of a job that it may not see, as for a job that does not exist; and
-    Forbidden for a priority higher than that of other keys' jobs. What the `present` job has
-    already may stay."""
+    Forbidden for a priority above 0, which would overtake other keys' jobs. What the `present` job
+    has already may stay."""
     if (name := own_jobs_of()) is None:
         return
     most = max(0, present.priority if present else 0)

@@ -63,7 +63,7 @@ KEEP_JOBS = 1000
 oldest of the API key with most of them first; their run folders stay."""
 
 KEEP_EVENTS = 20_000
-"""How many of the newest events of each job are kept, at least: those of some 15,000 steps."""
+"""How many of the newest events of each job are kept, at least: enough for some 15,000 steps."""
 
 QUOTA_RETRY_S = 3600
 """Retry-After of a submission beyond the quota: jobs take hours, so a client that waits for less

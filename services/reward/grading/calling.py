@@ -61,7 +61,7 @@ class Caller:
         asked = await self._alike(items)
         size = self.grader.items_per_call or len(asked) or 1
         calls = [asked[start : start + size] for start in range(0, len(asked), size)]
-        await _together(self._call(call, items, tell) for call in calls)
+        await run_all(self._call(call, items, tell) for call in calls)
 
     async def _alike(self, items: Sequence[ScoreItem]) -> list[list[int]]:
         """Returns the positions of a pure grader's items, grouped by the content that its verdict
@@ -214,7 +214,7 @@ def _bounded(part: Part) -> Part:
     ).part()
 
 
-async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Runs all; the first failure ends the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as group:

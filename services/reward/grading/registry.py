@@ -202,8 +202,7 @@ class Grader(ABC, Generic[P]):
 
 
 class ItemGrader(Grader[P]):
-    """A grader of one item at a time: each item has a deadline of its own, fails alone, and is
-    reported as soon as it is done."""
+    """A grader of one item at a time: each item has a deadline of its own, and fails alone."""
 
     items_per_call = 1
 

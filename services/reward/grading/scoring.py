@@ -1,5 +1,4 @@
-"""A request's items and rewards -> scores, each reported as soon as all its parts are there. READ
-FIRST.
+"""A request's items and rewards -> scores. READ FIRST.
 
 Mistakes that are known before grading (names, params, columns) are a BadRequest and cost nothing. A
 failure in grading is a part without a value.
@@ -12,7 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
-from services.reward.grading.calling import Caller, Callers
+from services.reward.grading.calling import Caller, Callers, run_all
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from shared.errors import BadRequest, Busy, Failed
 from shared.job import RewardSpec
@@ -25,7 +24,6 @@ from shared.wire import (
     Part,
     Prompt,
     Score,
-    ScoredItem,
     ScoreItem,
     ScoreRequest,
     ScoreResult,
@@ -79,38 +77,22 @@ class Scorer:
                 return await try_rewards(callers, prompts)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
-        """Returns one score per item, in order."""
-        async with contextlib.aclosing(self.stream(request)) as lines:
-            by_index = {line.index: line.score async for line in lines}
-        return ScoreResult(scores=tuple(by_index[index] for index in range(len(request.items))))
-
-    async def stream(self, request: ScoreRequest) -> AsyncGenerator[ScoredItem]:
-        """Yields each item's score as soon as it is known. A completion that the sampler marked as
-        failed has no reward, whatever its text. Raises BadRequest, Busy, or Failed if nothing can
-        be graded, before the first item."""
-        specs = {spec.label: spec for spec in request.rewards}
-        if len(request.items) * len(request.rewards) > MAX_PARTS:
+        """Returns one score per item, in order. A completion that the sampler marked as failed has
+        no reward, whatever its text. Raises BadRequest, Busy, or Failed if nothing can be
+        graded."""
+        specs, items = {spec.label: spec for spec in request.rewards}, request.items
+        if len(items) * len(request.rewards) > MAX_PARTS:
             raise BadRequest(
-                f"{len(request.items)} completions by {len(request.rewards)} rewards; at most "
+                f"{len(items)} completions by {len(request.rewards)} rewards; at most "
                 f"{MAX_PARTS} verdicts are given in one request"
             )
-        gradable: list[int] = []
-        with self._admission.of(len(request.items)):
-            async with self._checked(
-                request.rewards, _columns(request.items), request.job_id
-            ) as callers:
-                for index, item in enumerate(request.items):
-                    if item.finish_reason == "error":
-                        yield ScoredItem(
-                            index=index, score=total(dict.fromkeys(specs, SAMPLER_FAILED), specs)
-                        )
-                    else:
-                        gradable.append(index)
-                async with contextlib.aclosing(
-                    _graded([request.items[index] for index in gradable], callers)
-                ) as graded:
-                    async for position, parts in graded:
-                        yield ScoredItem(index=gradable[position], score=total(parts, specs))
+        with self._admission.of(len(items)):
+            async with self._checked(request.rewards, _columns(items), request.job_id) as callers:
+                gradable = [item for item in items if item.finish_reason != "error"]
+                graded = iter(await _graded(gradable, callers))
+        failed = dict.fromkeys(specs, SAMPLER_FAILED)
+        parts = (failed if item.finish_reason == "error" else next(graded) for item in items)
+        return ScoreResult(scores=tuple(total(each, specs) for each in parts))
 
     @contextlib.asynccontextmanager
     async def _checked(
@@ -155,46 +137,21 @@ async def _fault(grader: Grader[Any], prompt: Prompt) -> GradingFailed | None:
     return None
 
 
-async def _graded(
-    items: Sequence[ScoreItem], callers: Sequence[Caller]
-) -> AsyncGenerator[tuple[int, dict[str, Part]]]:
-    """Yields each item's position and its parts by label, once all its parts are known. Closing it
-    ends the grading."""
-    told: asyncio.Queue[tuple[int, str, Part] | BaseException] = asyncio.Queue()
+async def _graded(items: Sequence[ScoreItem], callers: Sequence[Caller]) -> list[dict[str, Part]]:
+    """Returns each item's parts by label. The first failure ends all grading, and is raised."""
+    parts: list[dict[str, Part]] = [{} for _ in items]
 
     async def run(caller: Caller) -> None:
-        label = caller.grader.spec.label
-        try:
-            await caller.grade(
-                items,
-                lambda position, part: told.put_nowait(
-                    (position, label, _with_thought(caller.grader, items[position], part))
-                ),
-            )
-        except Exception as error:  # raised again by the reader of `told`
-            told.put_nowait(error)
+        grader = caller.grader
 
-    tasks = [asyncio.create_task(run(caller)) for caller in callers]
-    parts: list[dict[str, Part]] = [{} for _ in items]
-    try:
-        for _ in range(len(items) * len(callers)):
-            news = await told.get()
-            if isinstance(news, BaseException):
-                raise news
-            position, label, part = news
-            parts[position][label] = part
-            if len(parts[position]) == len(callers):
-                yield (
-                    position,
-                    {
-                        caller.grader.spec.label: parts[position][caller.grader.spec.label]
-                        for caller in callers
-                    },
-                )
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        def tell(position: int, part: Part) -> None:
+            parts[position][grader.spec.label] = _with_thought(grader, items[position], part)
+
+        await caller.grade(items, tell)
+
+    await run_all(map(run, callers))
+    labels = [caller.grader.spec.label for caller in callers]
+    return [{label: of_item[label] for label in labels} for of_item in parts]
 
 
 def _with_thought(grader: Grader[Any], item: ScoreItem, part: Part) -> Part:

@@ -355,17 +355,17 @@ LOADING_S = 2.0
 """A lock is held for less than this, in seconds, if the extension is compiled already."""
 
 
-def extensions_folder(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def extensions_folder() -> dict[str, str]:
     """Returns the variable that sets a folder of extensions for this Python environment.
 
     In a shared folder each environment would compile the extensions of another one again, because
     their paths differ.
     """
-    if environment.get(EXTENSIONS_DIR):
+    if os.environ.get(EXTENSIONS_DIR):
         return {}
     names = (sys.prefix, sys.version, version("torch"), version("deepspeed"))
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
-    return {EXTENSIONS_DIR: str(_cache(environment) / "torch_extensions" / f"hone-{digest}")}
+    return {EXTENSIONS_DIR: str(_cache(os.environ) / "torch_extensions" / f"hone-{digest}")}
 
 
 def compiling(environment: Mapping[str, str] = os.environ) -> str | None:

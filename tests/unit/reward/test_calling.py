@@ -179,7 +179,9 @@ async def test_graders_are_kept_and_closed_when_others_are_used(
     assert set(Probe.closed[2:]) == {"slow", "three"}
 
 
-async def test_a_stream_that_is_closed_ends_its_grading(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_cancelled_ends_its_grading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scoring, "MAX_QUEUED_COMPLETIONS", 1)
     once = scorer()
     request = ScoreRequest(
@@ -189,12 +191,14 @@ async def test_a_stream_that_is_closed_ends_its_grading(monkeypatch: pytest.Monk
         ),
         rewards=(RewardSpec(grader="test_probe", params={"how": "hang", "deadline_s": 60.0}),),
     )
-    lines = once.stream(request)
-    assert (await anext(lines)).index == 0
+    grading = asyncio.create_task(once.score(request))
+    await asyncio.sleep(0.05)
     with pytest.raises(Busy, match="2 completions wait or run and 1 more were sent; at most 1 may"):
         await parts(once, "b")
     start = time.monotonic()
-    await lines.aclose()
+    grading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await grading
     assert time.monotonic() - start < 10, "long before the deadline of the call"
     assert [part.value for part in await parts(once, "b")] == [1.0]
     assert len(asyncio.all_tasks()) == 1

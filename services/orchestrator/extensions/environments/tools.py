@@ -140,7 +140,7 @@ class Tools:
             await asyncio.sleep(RETRY_S)
 
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
-        """Makes the calls of the job's functions, then those of servers' tools, each in order."""
+        """Calls the job's functions, and then the servers' tools, each in order."""
         if (episode := self._episodes.get(id)) is None:
             raise EpisodeLost(f"episode {id!r} is not open")
         mine = tuple(call for call in calls if call.name in episode.own)

@@ -93,6 +93,6 @@ function Box({ models, isChat, setChat, most }) {
       <label class="wide">what you say <textarea rows="4" required value=${said} onInput=${(/** @type {any} */ event) => setSaid(event.target.value)}></textarea></label>
       <${Fault} error=${error} />
       <button class="main" disabled=${isAsking || !said}>${isAsking ? "it samples…" : "ask"}</button>
-      ${turns.length > 0 && html`<button type="button" onClick=${() => setTurns([])}>begin anew</button>`}
+      ${turns.length > 0 && html`<button type="button" onClick=${() => setTurns([])}>start over</button>`}
     </form>`;
 }

@@ -155,8 +155,8 @@ def _record(run: FoundRun, job: Job) -> JobRecord:
 
 
 def _event(record: JobRecord, folder: RunFolder, row: MetricsRow) -> Event | None:
-    """Returns the event of a row; None if the time of the step is not known. The time is that of
-    its batch's file, which was written when the batch had been graded."""
+    """Returns the event of a row; None if the time of the step is not known. It is the time of
+    the batch's file, which was written when the batch had been graded."""
     time_s = _modified(folder.path / f"rollouts/{row.step:06d}.msgpack")
     if not time_s and row.step == record.step:
         time_s = _modified(folder.path / "metrics.jsonl")

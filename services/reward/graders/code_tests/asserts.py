@@ -91,8 +91,8 @@ def from_check(tests: str, entry_point: str) -> Suite | None:
 
 @dataclass(frozen=True)
 class _Known:
-    """The names that calls may use in the program's sandbox, and those that tests may use of their
-    results in the other one."""
+    """The names that calls may use in the program's sandbox, and the names that tests may use in
+    the other one, where they read the results of calls."""
 
     of_calls: frozenset[str]
     of_tests: frozenset[str]
