@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import structlog
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, findings_of
-from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
-from shared.wire import FindingList, JobRecord, Obstacle
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, of_folder
+from shared.wire import FindingList, JobRecord, MetricsRow, Obstacle
 from tests.support import job_records
 from tests.support.run_facts import codes, facts, only
 
@@ -86,3 +87,10 @@ def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
     noticed = facts({"reward": [0.5]}, record=running)
     assert listed_of(noticed).well and codes(noticed) == ["too_few_steps"]
     assert listed_of(facts({}, record=running)).well
+
+
+def test_of_a_very_long_run_the_first_200_and_the_last_2000_rows_are_read() -> None:
+    rows = [MetricsRow(step=step, metrics={}) for step in range(15_000)]
+    folder = Mock(metrics=lambda: rows, batch_steps=list, syncs=list)
+    steps = [row.step for row in of_folder(cast(Any, folder), job_records.JOB).rows]
+    assert steps == [*range(200), *range(13_000, 15_000)]

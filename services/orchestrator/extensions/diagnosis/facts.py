@@ -40,6 +40,10 @@ STEADY = 0.8
 """Share of the steps since a finding began that have to show it: one good step among five does not
 begin it anew."""
 
+FIRST_ROWS, LAST_ROWS = 200, 2000
+"""Rows of a very long run that are read, from its beginning and its end: enough for all windows,
+and a bound of the memory and time of its checks."""
+
 LEAST_CHANGE = 0.05
 """Share of the full mark by which held-out rewards without a confidence interval have to differ."""
 
@@ -179,7 +183,10 @@ class RunSnapshot:
 
 def of_folder(folder: RunFolder, job: Job) -> RunSnapshot:
     """Returns the facts that the run folder has: its rows and its newest batch."""
-    return RunSnapshot(job, folder.metrics(), _newest_graded(folder), folder.syncs())
+    rows = folder.metrics()
+    if len(rows) > FIRST_ROWS + LAST_ROWS:
+        rows = [*rows[:FIRST_ROWS], *rows[-LAST_ROWS:]]
+    return RunSnapshot(job, rows, _newest_graded(folder), folder.syncs())
 
 
 def _newest_graded(folder: RunFolder) -> Batch | None:
