@@ -361,7 +361,7 @@ def _noted(folder: RunFolder, job: Path, ended: Path) -> Note:
     note = folder.note() or Note(created_at=job.stat().st_mtime, status="running")
     if note.has_ended or not ended.exists():
         return note
-    succeeded = {"status": "succeeded", "finished_at": ended.stat().st_mtime}
+    succeeded = {"status": "succeeded", "finished_at": ended.stat().st_mtime, "error": None}
     return note.model_copy(update=succeeded)
 
 
