@@ -108,7 +108,6 @@ class Batches:
         return SampledBatch(
             batch,
             count.stages.seconds,
-            replayed=stored is not None,
             num_resampled=count.num_resampled,
             span=count.stages.span,
         )

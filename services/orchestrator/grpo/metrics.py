@@ -37,7 +37,7 @@ docs/observability.md lists the other names.
 | total/cost                     | each attempt's hours by the price of one, where known       |
 | supervised                     | 1 if the step learned the data's answers; loss is then the  |
 |                                | mean negative log-likelihood of their tokens, in nats       |
-| replayed                       | 1 if its batch was on disk, and was not sampled again       |
+| replayed                       | 1 if its graded batch was on disk, from an earlier attempt  |
 | eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...;      |
 |                                | reward_low and reward_high bound the reward, with 95 %      |
 |                                | confidence                                                  |

@@ -58,7 +58,7 @@ from shared.wire import Batch, Example, StepResult, StepTotals, TrainedTokens
 @dataclass(frozen=True)
 class SampledBatch:
     """A scored batch, and the seconds of each stage that it went through. A `replayed` batch was on
-    disk and was not sampled again. `num_resampled` counts extra samplings: of a group whose
+    disk, graded. `num_resampled` counts extra samplings: of a group whose
     versions were outside the staleness bound. `span` is when sampling began and ended, and `trace`
     is the step's."""
 
