@@ -8,6 +8,7 @@ holds `HONE_TOKEN`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -442,6 +443,17 @@ class Settings(Documented):
     def places(self) -> int:
         """How many jobs may share a trainer and its samplers."""
         return 1 if self.colocate else min(self.rollout_adapters, MAX_PLACES)
+
+    @field_validator("generate_deadline_s")
+    @classmethod
+    def _within_operation(cls, value: float, info: ValidationInfo) -> float:
+        longest_s = info.data.get("operation_deadline_s", math.inf)
+        if value >= longest_s:
+            raise ValueError(
+                f"{value:g} s; expected less than HONE_OPERATION_DEADLINE_S, which is "
+                f"{longest_s:g} s and ends the sampler's work"
+            )
+        return value
 
     @field_validator("teacher_url")
     @classmethod

@@ -29,6 +29,7 @@ from shared.host import tracing
 from shared.host.logs import request_id
 from shared.http import codec
 from shared.http.connecting import (
+    Absence,
     Poller,
     Presence,
     Tell,
@@ -69,7 +70,7 @@ class Client:
         patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
         tell: Tell = no_notify,
-        unreachable: dict[str, float] | None = None,
+        unreachable: dict[Presence, Absence] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name

@@ -9,7 +9,9 @@ import asyncio
 import functools
 import ssl
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypedDict
 from urllib.parse import urlsplit
 
@@ -111,18 +113,29 @@ async def no_notify(_message: str, _away: bool) -> None:
     pass
 
 
+@dataclass(frozen=True)
+class Absence:
+    """A service, as "the trainer service", that is unreachable since a Unix time, and whether that
+    is told."""
+
+    who: str
+    at: float
+    is_told: bool
+
+
 class Presence:
     """Tracks one service. It does not answer if there is no connection, or it says that it cannot
     work now. After `AWAY_S` seconds that is logged and told, once, as is its return; in between
-    `unreachable` has it, with the Unix time since when."""
+    `unreachable` has it. Trackers may share `unreachable`: a service is back when it is so for
+    all."""
 
     def __init__(
-        self, service: str, tell: Tell, unreachable: dict[str, float] | None = None
+        self, service: str, tell: Tell, unreachable: dict[Presence, Absence] | None = None
     ) -> None:
         self._service = self._who = f"the {service} service"
         self._tell = tell
         self._since: float | None = None
-        self._unreachable = dict[str, float]() if unreachable is None else unreachable
+        self._unreachable = dict[Presence, Absence]() if unreachable is None else unreachable
 
     async def missed(self, asked_at: float, reason: str, who: str | None = None) -> None:
         """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why. `who` is
@@ -132,24 +145,31 @@ class Presence:
             self._who = who or self._service
         self._since = asked_at if self._since is None else self._since
         away_s = time.monotonic() - self._since
-        if self._who in self._unreachable or away_s < AWAY_S:
+        if self in self._unreachable or away_s < AWAY_S:
             return
-        self._unreachable[self._who] = at = time.time() - away_s
+        at, known = time.time() - away_s, self._is_told(self._who)
+        self._unreachable[self] = Absence(self._who, at, self._tell is not no_notify)
+        if known:
+            return
         message = f"{self._who} is unreachable since {_clock(at)} UTC: {reason}; waiting for it"
         get_logger().warning("service unreachable", waits_for=self._who, reason=reason)
         await self._tell(message, True)
 
     async def heard(self) -> None:
         """Notes that the service answered."""
-        if (at := self.forget()) is not None:
-            away_s = round(time.time() - at)
-            get_logger().warning("service back", waits_for=self._who, seconds=away_s)
-            await self._tell(f"{self._who} is back after {away_s} s", False)
+        if (absence := self.forget()) is None or self._is_told(absence.who):
+            return
+        away_s = round(time.time() - absence.at)
+        get_logger().warning("service back", waits_for=absence.who, seconds=away_s)
+        await self._tell(f"{absence.who} is back after {away_s} s", False)
 
-    def forget(self) -> float | None:
-        """Ends an absence. Returns since when it was reported (Unix time); None: it was not."""
+    def forget(self) -> Absence | None:
+        """Ends an absence. Returns it if it was long enough to be noted."""
         self._since = None
-        return self._unreachable.pop(self._who, None)
+        return self._unreachable.pop(self, None)
+
+    def _is_told(self, who: str) -> bool:
+        return any(one.who == who and one.is_told for one in self._unreachable.values())
 
 
 GATHER_S = 0.02
@@ -169,6 +189,7 @@ class Poller:
         self._http = http
         self._wait_s = wait_s
         self._waiting: dict[str, asyncio.Event] = {}
+        self._num_callers = Counter[str]()
         self._not_asked: set[str] = set()
         self._asked: set[str] = set()
         self._polls: set[asyncio.Task[None]] = set()
@@ -184,11 +205,14 @@ class Poller:
         woken = self._waiting.setdefault(id, asyncio.Event())
         if id not in self._asked:
             self._ask_soon(id)
+        self._num_callers[id] += 1
         try:
             await woken.wait()
         finally:
-            if self._waiting.get(id) is woken:
-                del self._waiting[id]
+            self._num_callers[id] -= 1
+            if not self._num_callers[id]:
+                del self._num_callers[id]
+                self._waiting.pop(id, None)
 
     async def close(self) -> None:
         self._waiting.clear()

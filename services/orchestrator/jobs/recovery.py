@@ -153,7 +153,7 @@ class Recovery:
         )
         if self._stuck_since is None:  # grading's wait for the reward service counts
             now = time.time()
-            waited_s = now - self._status.unreachable.get("the reward service", now)
+            waited_s = now - (self._status.unreachable_since("the reward service") or now)
             self._stuck_since = time.monotonic() - waited_s
         if outcome := await self._until_ready(decision.why):
             return outcome

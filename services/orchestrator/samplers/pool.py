@@ -83,6 +83,7 @@ class Pool:
         self._keeper: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[None]] = set()
         self.samplers: dict[str, Sampler] = {}
+        caller.status.num_samplers = lambda: len(self.samplers)
         self.given_up: set[SyncMethod] = set()
 
     async def open(self, spec: ModelRequest) -> None:

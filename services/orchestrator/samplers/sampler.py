@@ -263,7 +263,7 @@ class Sampler:
                 "/weights",
                 None,
                 ServingWeights,
-                deadline_s=settings.operation_deadline_s,
+                deadline_s=settings.short_deadline_s,
                 patience_s=patience_s,
             )
             for _ in range(NUM_ASKED_WHO)

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from shared.errors import Failed
 from shared.host import tracing
 from shared.http import ownership
-from shared.http.connecting import Tell, no_notify, since
+from shared.http.connecting import Absence, Presence, Tell, no_notify, since
 from shared.job import Job
 from shared.settings import Settings
 
@@ -28,6 +28,8 @@ MAX_LOOK_S = 5.0
 
 SERVICES = ("rollout", "trainer", "reward")
 
+SAMPLERS = "the rollout service"
+"""What clients of samplers call their service while it is unreachable."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -36,9 +38,9 @@ P = ParamSpec("P")
 class AttemptStatus:
     """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `details`
     are services' messages while a stage `loads` the job. `missing` says, as a sentence, what the
-    job needs and lacks. `unreachable` maps services that are unreachable, as "the trainer service",
-    to Unix times since when; their clients note it. `progress_at` is the time of the last
-    answer."""
+    job needs and lacks. `unreachable` has an entry of each client whose service is unreachable; the
+    sampler service is once all samplers are, of which there are `num_samplers()`. `progress_at` is
+    the time of the last answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,7 +51,8 @@ class AttemptStatus:
         self._busy_s: dict[str, float] = {}
         self._num_steps, self._measured_since = 0, (0, 0.0)
         self._missing_since: float | None = None
-        self.unreachable = dict[str, float]()
+        self.unreachable = dict[Presence, Absence]()
+        self.num_samplers: Callable[[], int] = lambda: 1
         self.progress_at = clock()
         self.begin("beginning")
 
@@ -75,9 +78,18 @@ class AttemptStatus:
         """Returns what the job needs and lacks; None if it lacks nothing."""
         return self.missing or "; ".join(self._away()) or None
 
+    def unreachable_since(self, who: str) -> float | None:
+        """Returns since when (Unix time) a service, as "the trainer service", is unreachable; None
+        if it is not."""
+        times = [absence.at for absence in self.unreachable.values() if absence.who == who]
+        if who == SAMPLERS:
+            return max(times) if times and len(times) >= self.num_samplers() else None
+        return min(times, default=None)
+
     def _away(self) -> list[str]:
-        found = sorted(self.unreachable.items())
-        return [f"{who} is unreachable {since(at)}" for who, at in found]
+        names = sorted({absence.who for absence in self.unreachable.values()})
+        times = {who: self.unreachable_since(who) for who in names}
+        return [f"{who} is unreachable {since(at)}" for who, at in times.items() if at is not None]
 
     def _unanswered(self) -> list[str]:
         """Returns the unanswered calls by service, as in "trainer: training a step, 3 s"."""

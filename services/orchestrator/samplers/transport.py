@@ -55,8 +55,8 @@ def transport_to(url: str) -> Transport | None:
 
 
 def client_to(service: str, url: str, caller: Caller, *, reports: bool = True) -> Client:
-    """Returns the caller's client of the service at `url`. If it `reports`, the job's events and
-    status say when the service is unreachable."""
+    """Returns the caller's client of the service at `url`. The job's status says when the service
+    is unreachable, and if the client `reports`, so do its events."""
     return Client(
         service,
         url,
@@ -64,7 +64,7 @@ def client_to(service: str, url: str, caller: Caller, *, reports: bool = True) -
         binary=True,
         patience_s=caller.settings.patience_s,
         tell=caller.tell if reports else no_notify,
-        unreachable=caller.status.unreachable if reports else None,
+        unreachable=caller.status.unreachable,
         transport=transport_to(url),
         headers=caller.headers,
     )

@@ -13,7 +13,7 @@ from shared.settings import Settings
 from shared.wire import StepTotals
 from tests.support.job_records import JOB
 
-SETTINGS = Settings(operation_deadline_s=1800, rollout_adapters=3)
+SETTINGS = Settings(operation_deadline_s=1800, generate_deadline_s=600, rollout_adapters=3)
 
 
 class Recorder:

@@ -12,6 +12,11 @@ import pytest
 
 from services.orchestrator.samplers.status import AttemptStatus, watch
 from shared.errors import Failed
+from shared.http.connecting import Absence, Presence, no_notify
+
+
+def client() -> Presence:
+    return Presence("rollout", no_notify)
 
 
 def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:
@@ -30,12 +35,23 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
             )
     status.begin("step 3 of 9")
     with status.on("rollout", "sampling a group"), status.on("rollout", "sampling a group"):
-        at = status.unreachable["the rollout service"] = time.time() - 25
+        at = time.time() - 25
+        status.unreachable[client()] = Absence("the rollout service", at, is_told=True)
         line = status.line()
     clock = time.strftime("%H:%M:%S", time.gmtime(at))
     since = f"the rollout service is unreachable since {clock} UTC (25 s)"
     assert line == f"step 3 of 9: rollout: 2 x sampling a group, 0 s; {since}"
     assert status.waits() == since
+
+
+def test_of_several_samplers_all_are_away_before_their_service_is() -> None:
+    status = AttemptStatus()
+    status.num_samplers = lambda: 2
+    status.unreachable[client()] = Absence("the rollout service", 100.0, is_told=False)
+    assert status.waits() is None and status.unreachable_since("the rollout service") is None
+    status.unreachable[client()] = Absence("the rollout service", 130.0, is_told=False)
+    assert status.unreachable_since("the rollout service") == 130
+    assert str(status.waits()).startswith("the rollout service is unreachable since 00:02:10 UTC")
 
 
 def test_what_is_missing_has_been_missing_since_it_was_first_said() -> None:

@@ -68,7 +68,13 @@ def test_a_password_in_a_url_that_is_none_is_not_shown(monkeypatch: pytest.Monke
 def test_short_calls_have_a_sixth_of_the_deadline_and_at_least_300_s() -> None:
     assert Settings().short_deadline_s == 600
     assert Settings(operation_deadline_s=7200).short_deadline_s == 1200
-    assert Settings(operation_deadline_s=600).short_deadline_s == 300
+    short = Settings(operation_deadline_s=600, generate_deadline_s=60)
+    assert short.short_deadline_s == 300
+
+
+def test_sampling_ends_before_the_samplers_work_on_it_does() -> None:
+    with pytest.raises(ValueError, match="3600 s; expected less than HONE_OPERATION_DEADLINE_S"):
+        Settings(generate_deadline_s=3600)
 
 
 def test_no_deadline_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
