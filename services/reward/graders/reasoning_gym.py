@@ -97,7 +97,7 @@ class ReasoningGym(Grader[ReasoningGymParams]):
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         arguments = {
-            "completions": [self.subject(item).completion for item in items],
+            "completions": [item.completion for item in await self.subjects(items)],
             "entry": [item.row[self.params.entry] for item in items],
         }
         return await self.tools.functions.call(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import sqlite3
 import time
@@ -19,7 +20,12 @@ from typing import Any
 
 from services.reward.grading import registry
 from services.reward.grading.failures import ErrorName
-from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from services.reward.grading.registry import (
+    Grader,
+    GraderTools,
+    GradingFailed,
+    in_thread_if_long,
+)
 from services.reward.sandbox.base import asking, waiting
 from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
@@ -28,9 +34,6 @@ from shared.turns import Turns
 from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64
-LONG_CHARS = 10_000
-"""Digesting a completion of so many characters takes up to a millisecond."""
-
 MAX_VALUE = 1e30
 """Largest value of a grader, of either sign. With weights of up to 1e6, an advantage that no
 deviation divides is still a number in float32, which ends at 3.4e38."""
@@ -65,15 +68,13 @@ class Caller:
 
     async def _alike(self, items: Sequence[ScoreItem]) -> list[list[int]]:
         """Returns the positions of a pure grader's items, grouped by the content that its verdict
-        depends on; of another grader each item is alone. Other requests are answered between long
-        completions."""
+        depends on; of another grader each item is alone."""
         if not self.grader.pure:
             return [[position] for position in range(len(items))]
         by_key: dict[bytes, list[int]] = {}
         for position, item in enumerate(items):
-            by_key.setdefault(key_of(self.grader, item), []).append(position)
-            if len(item.completion) > LONG_CHARS:
-                await asyncio.sleep(0)
+            key = await in_thread_if_long(functools.partial(key_of, self.grader), item)
+            by_key.setdefault(key, []).append(position)
         return list(by_key.values())
 
     async def _call(

@@ -68,6 +68,8 @@ def answer_of(text: str, end: str = "", tags: tuple[str, str] | None = None) -> 
         return found
     tags = tags or THINK
     in_thought, begin = opens_thought(end, tags), 0
+    if not any(tag in text for tag in tags):  # most texts; the pattern takes 0.1 s for a long one
+        return "" if in_thought else text
     for mark in _marks(tags).finditer(text):
         if mark["closes"]:
             in_thought, begin = False, mark.end()

@@ -17,6 +17,7 @@ exist. A grader's value is without the reward's weight, which is applied where t
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import typing
 from abc import ABC, abstractmethod
@@ -58,6 +59,9 @@ __all__ = [
 ]
 
 
+LONG_CHARS = 10_000
+"""Completions of so many characters are read in a thread: 260,000 take up to 0.1 s."""
+
 REFERENCES = (
     *("canonical_solution", "reference_solution", "solution", "solutions", "code"),
     *("completion", "output", "response", "answer"),
@@ -91,6 +95,7 @@ Column = Annotated[str, _ColumnMark()]
 """The name of a dataset column that every row must have."""
 
 P = TypeVar("P", bound=Params)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -179,8 +184,13 @@ class Grader(ABC, Generic[P]):
         columns."""
 
     def subject(self, item: ScoreItem) -> ScoreItem:
-        """Returns the item with the text to grade as its completion."""
+        """Returns the item with the text to grade as its completion. A long completion takes up to
+        0.1 s: see `subjects`."""
         return item if self.whole_text else strip_reasoning(item, self.spec.reasoning)
+
+    async def subjects(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:
+        """Returns each item's `subject`; other requests are answered meanwhile."""
+        return [await in_thread_if_long(self.subject, item) for item in items]
 
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
@@ -207,7 +217,7 @@ class ItemGrader(Grader[P]):
     items_per_call = 1
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._graded(self.subject(item)) for item in items]
+        return [await self._graded(item) for item in await self.subjects(items)]
 
     @abstractmethod
     async def grade_item(self, item: ScoreItem) -> Part:
@@ -219,6 +229,13 @@ class ItemGrader(Grader[P]):
             return await self.grade_item(item)
         except NoValue as error:
             return error.part()
+
+
+async def in_thread_if_long(read: Callable[[ScoreItem], T], item: ScoreItem) -> T:
+    """Returns `read(item)`, computed in a thread if the item's completion is long."""
+    if len(item.completion) < LONG_CHARS:
+        return read(item)
+    return await asyncio.to_thread(read, item)
 
 
 def right_or_wrong(right: bool, detail: str = "", stdout: str = "") -> Part:

@@ -56,6 +56,7 @@ HOSTILE = {
     ),
     "a long number": ("assert int(str(f(7)) * 5) == 1", "f = lambda x: 7**230000"),
     "fences": ("assert f(7) == 1", "```\n" * (HUGE_CHARS // 4)),
+    "fences after a thought": ("assert f(7) == 1", "</think>\n" + "```\n" * (HUGE_CHARS // 4)),
     "fences of python": ("assert f(7) == 1", "```python\n" * (HUGE_CHARS // 10)),
 }
 
