@@ -62,7 +62,7 @@ from shared.plan.model import UnknownModelSize, of_config
 from shared.weights.model_folder import window_of
 from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss
 
-CANARY_TOKENS = 64
+CANARY_TOKENS = 32
 """Enough tokens that every matrix affects some log-prob, and few enough to cost little."""
 
 
