@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
-# An image may set it: then every process of a stack compiles its packages anew, vLLM's for 10 s.
+# An image may set it: then every process of a stack compiles its packages again, vLLM's for 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -82,7 +82,7 @@ check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES) or slow or soak or compat or clients)"; \
 	tests=$$?; wait $$types && exit $$tests
 
-page: ## copy the page's libraries anew from npm, at the versions of requirements/page/ (docs/page.md)
+page: ## copy the page's libraries from npm again, at the versions of requirements/page/ (docs/page.md)
 	sh requirements/page/copy.sh
 
 browser: ## install Debian's Chromium, for the tests of the page and their axe-core (needs root)
@@ -93,7 +93,7 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.ready ## write anew what is generated: llms.txt, graders, migrating, versions, parameters, metrics, rooms
+docs: $(VENV)/.ready ## regenerate what is generated: llms.txt, graders, migrating, versions, parameters, metrics, rooms
 	$(BIN)/python -m deploy.pages
 
 site: $(VENV)/.ready ## build the documentation as a site in site/, which loads nothing from elsewhere

@@ -335,8 +335,8 @@ def _is_of(node: Any, code: types.CodeType) -> bool:
 
 
 def _text(node: Any, lines: list[str]) -> str:
-    """Returns the text as it was written. An indented definition is written anew, because its
-    strings of several lines must not change."""
+    """Returns the text as it was written. An indented definition is generated from the syntax tree,
+    because its strings of several lines must not change."""
     if node.col_offset == 0:
         return "".join(lines[_first_line(node) - 1 : node.end_lineno]).rstrip() + "\n"
     return ast.unparse(node) + "\n"

@@ -54,7 +54,7 @@ END_OF_THOUGHTS = "</think>"
 
 
 class PrefixChanged(Exception):
-    """The chat template renders earlier messages differently once more messages follow."""
+    """The chat template renders earlier messages differently after further messages."""
 
 
 async def prompt_tokens(chat: Chat, request: ChatRequest) -> list[int]:

@@ -139,7 +139,7 @@ class Tracker:
             except NoKey as error:
                 self._note(str(error))
             except Exception as error:  # of a tracker's HTTP and its disk, of any class
-                run = None if self._is_local else run  # files are written anew
+                run = None if self._is_local else run  # files are written again
                 self._note(f"{type(error).__name__}: {error}")
 
     def _note(self, reason: str) -> None:

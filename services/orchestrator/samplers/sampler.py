@@ -242,7 +242,7 @@ class Sampler:
             if len(again) < NUM_ASKED_WHO:  # a dead sampler does not answer again
                 raise OperatorActionNeeded(self._two_answer(serving, others[0]))
         raise StateLost(
-            f"{self.url} was started anew {NUM_LIVES} times while it was given the model"
+            f"{self.url} was restarted {NUM_LIVES} times while it was given the model"
         )
 
     def configure(self, serving: ServingWeights) -> None:

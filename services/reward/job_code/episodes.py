@@ -8,7 +8,7 @@ request once. An episode is a call of its file's worker.
 
 A mistake of the job's file is BadRequest. A failure of one episode (an exception in `reset`, a late
 answer, a process that ended, a restart of this service) is EpisodeLost: nothing of it is kept but
-the reason, and an `open` with its id begins anew. A tool that fails is neither: the model is told.
+the reason, and an `open` with its id begins again. A tool that fails is neither: the model is told.
 """
 
 from __future__ import annotations

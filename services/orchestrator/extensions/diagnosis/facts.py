@@ -38,7 +38,7 @@ NEWEST = 3
 
 STEADY = 0.8
 """Share of the steps since a finding began that have to show it: one good step among five does not
-begin it anew."""
+begin it again."""
 
 FIRST_ROWS, LAST_ROWS = 200, 2000
 """Rows of a very long run that are read, from its beginning and its end: enough for all windows,
