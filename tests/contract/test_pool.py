@@ -473,9 +473,7 @@ async def test_a_sampler_that_dies_whenever_it_has_the_model_pauses_the_job_in_t
     sampler.fault["weights"] = die
     record = await pool.stack.until((await pool.stack.submit()).id, "paused", "succeeded")
     assert record.status == "paused"
-    assert f"{sampler.url} was restarted 3 times while it was given the model" in str(
-        record.error
-    )
+    assert f"{sampler.url} was restarted 3 times while it was given the model" in str(record.error)
 
 
 @pytest.mark.parametrize("count", [1])

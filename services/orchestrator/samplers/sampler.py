@@ -241,9 +241,7 @@ class Sampler:
             again = await self._others(serving, settings, patience_s)
             if len(again) < NUM_ASKED_WHO:  # a dead sampler does not answer again
                 raise OperatorActionNeeded(self._two_answer(serving, others[0]))
-        raise StateLost(
-            f"{self.url} was restarted {NUM_LIVES} times while it was given the model"
-        )
+        raise StateLost(f"{self.url} was restarted {NUM_LIVES} times while it was given the model")
 
     def configure(self, serving: ServingWeights) -> None:
         """Notes what it reports of itself and of the model's engine."""

@@ -14,7 +14,7 @@ import hashlib
 import sqlite3
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,10 +40,7 @@ deviation divides is still a number in float32, which ends at 3.4e38."""
 
 HOSTS = (OSError, MemoryError, sqlite3.Error)
 """What a grader raises because of its host, such as a full disk. A text may have caused any other
-error that a grader did not foresee (`FailureFilter`)."""
-
-Tell = Callable[[int, Part], None]
-"""Takes an item's position and its part."""
+error that a grader did not foresee (`with_failures_graded`)."""
 
 
 class Caller:
@@ -53,18 +50,16 @@ class Caller:
         self.grader = grader
         self._turns = Turns(grader.max_concurrency)
 
-    async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
-        """Tells each item's part as soon as it is known; the part of a failure once all parts are
-        known."""
-        chosen = FailureFilter(self.grader, items, tell)
-        await self._grade(items, chosen.tell)
-        chosen.tell_rest()
-
-    async def _grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
+    async def grade(self, items: Sequence[ScoreItem]) -> list[Part]:
+        """Returns one part per item, in order."""
         asked = await self._alike(items)
         size = self.grader.items_per_call or len(asked) or 1
         calls = [asked[start : start + size] for start in range(0, len(asked), size)]
-        await run_all(self._call(call, items, tell) for call in calls)
+        parts: dict[int, Part] = {}
+        await run_all(self._call(call, items, parts) for call in calls)
+        return with_failures_graded(
+            self.grader, items, [parts[position] for position in range(len(items))]
+        )
 
     async def _alike(self, items: Sequence[ScoreItem]) -> list[list[int]]:
         """Returns the positions of a pure grader's items, grouped by the content that its verdict
@@ -78,7 +73,7 @@ class Caller:
         return list(by_key.values())
 
     async def _call(
-        self, call: Sequence[list[int]], items: Sequence[ScoreItem], tell: Tell
+        self, call: Sequence[list[int]], items: Sequence[ScoreItem], found: dict[int, Part]
     ) -> None:
         first_of_all = call[0][0]
         job, group = self.grader.tools.job_id, str(items[first_of_all].prompt)
@@ -86,9 +81,9 @@ class Caller:
             asking.set((job, group, first_of_all))
             parts = await self._parts([items[first] for first, *_ in call])
         for (first, *others), part in zip(call, parts, strict=True):
-            tell(first, part)
+            found[first] = part
             for position in others:
-                tell(position, part.model_copy(update={"cached": True, "seconds": 0.0}))
+                found[position] = part.model_copy(update={"cached": True, "seconds": 0.0})
 
     async def _parts(self, items: Sequence[ScoreItem]) -> list[Part]:
         """Returns one part per item, whatever the grader does. Raises only what ends the whole
@@ -248,63 +243,53 @@ BY_TEXT: frozenset[ErrorName] = frozenset(
 the sandbox fails."""
 
 
-class FailureFilter:
-    """Passes parts on, except failures that a text may have caused: these wait for the other parts.
+def with_failures_graded(
+    grader: Grader[Any], items: Sequence[ScoreItem], parts: Sequence[Part]
+) -> list[Part]:
+    """Returns the parts with a value for each failure that a text may have caused.
 
     A missing reward is left out of a group's normalization, so a text that causes one would escape
     a negative advantage. If the grader could grade other completions of the row, such a text gets
     the least that these got, and no more than 0 (with a negative weight the most, and no less than
     0), so that its advantage is never positive.
     """
-
-    def __init__(
-        self, grader: Grader[Any], items: Sequence[ScoreItem], tell: Callable[[int, Part], None]
-    ) -> None:
-        self._grader = grader
-        self._items = items
-        self._tell = tell
-        self._values: dict[int, float] = {}
-        self._held: dict[int, Part] = {}
-
-    def tell(self, position: int, part: Part) -> None:
-        # How long a judge takes is no text's doing.
-        by_text = BY_TEXT - {"unresponsive_reward_error"} if self._grader.asks_models else BY_TEXT
-        if part.value is None and not by_text.isdisjoint(part.errors):
-            self._held[position] = part
-            return
+    # How long a judge takes is no text's doing.
+    by_text = BY_TEXT - {"unresponsive_reward_error"} if grader.asks_models else BY_TEXT
+    failed = [
+        position
+        for position, part in enumerate(parts)
+        if part.value is None and not by_text.isdisjoint(part.errors)
+    ]
+    if not failed:
+        return list(parts)
+    graded: dict[str, list[float]] = defaultdict(list)
+    for item, part in zip(items, parts, strict=True):
         if part.value is not None:
-            self._values[position] = part.value
-        self._tell(position, part)
-
-    def tell_rest(self) -> None:
-        """Tells the parts that waited, now that all others are there."""
-        num = 0
-        graded: dict[str, list[float]] = defaultdict(list)
-        for position, value in (self._values if self._held else {}).items():
-            graded[self._row(position)].append(value)
-        for position, part in self._held.items():
-            if others := graded.get(self._row(position)):
-                is_penalty = self._grader.spec.weight < 0
-                value = max(0.0, *others) if is_penalty else min(0.0, *others)
-                why = f"it gets {value:g}: the grader fails on this text, not on others of its row"
-                detail = f"{part.detail}; {why}"
-                part = part.model_copy(
-                    update={"value": value, "verdict": "wrong", "detail": detail[-1000:]}
-                )
-                num += 1
-            self._tell(position, part)
-        if num:
-            get_logger().warning(
-                "reward fails on some texts",
-                reward=self._grader.spec.label,
-                job=self._grader.tools.job_id,
-                failed=num,
-                graded=len(self._values),
-                first=next(iter(self._held.values())).detail[:200],
+            graded[_row(item)].append(part.value)
+    all_parts, num = list(parts), 0
+    for position in failed:
+        if others := graded.get(_row(items[position])):
+            value = max(0.0, *others) if grader.spec.weight < 0 else min(0.0, *others)
+            why = f"it gets {value:g}: the grader fails on this text, not on others of its row"
+            part = parts[position]
+            detail = f"{part.detail}; {why}"[-1000:]
+            all_parts[position] = part.model_copy(
+                update={"value": value, "verdict": "wrong", "detail": detail}
             )
+            num += 1
+    if num:
+        get_logger().warning(
+            "reward fails on some texts",
+            reward=grader.spec.label,
+            job=grader.tools.job_id,
+            failed=num,
+            graded=sum(map(len, graded.values())),
+            first=parts[failed[0]].detail[:200],
+        )
+    return all_parts
 
-    def _row(self, position: int) -> str:
-        """Returns what tells the item's row from others: rows that are compared with each other
-        would take as many looks as a request has pairs of items."""
-        item = self._items[position]
-        return repr((item.prompt, item.row))
+
+def _row(item: ScoreItem) -> str:
+    """Returns what tells the item's row from others: rows that are compared with each other would
+    take as many looks as a request has pairs of items."""
+    return repr((item.prompt, item.row))

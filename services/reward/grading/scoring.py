@@ -142,22 +142,19 @@ async def _graded(items: Sequence[ScoreItem], callers: Sequence[Caller]) -> list
     parts: list[dict[str, Part]] = [{} for _ in items]
 
     async def run(caller: Caller) -> None:
-        grader = caller.grader
-
-        def tell(position: int, part: Part) -> None:
-            parts[position][grader.spec.label] = _with_thought(grader, items[position], part)
-
-        await caller.grade(items, tell)
+        found = await caller.grade(items)
+        subjects = await caller.grader.subjects(items)
+        for item, subject, part, of_item in zip(items, subjects, found, parts, strict=True):
+            of_item[caller.grader.spec.label] = _with_thought(item, subject, part)
 
     await run_all(map(run, callers))
     labels = [caller.grader.spec.label for caller in callers]
     return [{label: of_item[label] for label in labels} for of_item in parts]
 
 
-def _with_thought(grader: Grader[Any], item: ScoreItem, part: Part) -> Part:
+def _with_thought(item: ScoreItem, subject: ScoreItem, part: Part) -> Part:
     """Returns the part saying so, where all of the completion is a thought that never ends."""
-    answer = grader.subject(item).completion
-    if part.value is None or answer.strip() or not item.completion.strip():
+    if part.value is None or subject.completion.strip() or not item.completion.strip():
         return part
     why = "; " if part.detail else ""
     why += "no answer follows the completion's reasoning"
@@ -232,7 +229,7 @@ async def _tried(caller: Caller, prompts: Sequence[Prompt]) -> TriedReward:
         for prompt in prompts
         if (reference := references[prompt.index]) is not None
     ]
-    parts = await _parts_of(caller, [*empty, *right])
+    parts = await caller.grade([*empty, *right])
     of_empty, of_right = parts[: len(empty)], parts[len(empty) :]
     return TriedReward(
         reward=label,
@@ -265,13 +262,6 @@ def _item(prompt: Prompt, completion: str) -> ScoreItem:
         num_tokens=0 if not completion else None,
         row=prompt.row,
     )
-
-
-async def _parts_of(caller: Caller, items: Sequence[ScoreItem]) -> list[Part]:
-    found: dict[int, Part] = {}
-    if items:
-        await caller.grade(items, found.__setitem__)
-    return [found[position] for position in range(len(items))]
 
 
 def _mean(parts: Sequence[Part]) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, FailureFilter
+from services.reward.grading.calling import Caller, with_failures_graded
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GradingFailed
 from shared.job import RewardSpec
@@ -38,9 +38,7 @@ async def graded_by(
         ScoreItem(prompt="", completion=text, row={"n": rows[position] if rows else 0})
         for position, text in enumerate(completions)
     ]
-    found: dict[int, Part] = {}
-    await Caller(grader).grade(items, found.__setitem__)
-    return [found[position] for position in range(len(items))]
+    return await Caller(grader).grade(items)
 
 
 def formula(source: str, weight: float = 1.0) -> RewardSpec:
@@ -131,9 +129,7 @@ async def test_an_answer_of_nothing_but_separators_is_a_wrong_one() -> None:
     )
     texts = (r"\boxed{,\text{or},}", r"\boxed{; ;\;}", r"\boxed{{,;~}}", r"\boxed{(, ; ~)}")
     items = [ScoreItem(prompt="", completion=text, row={"answer": "5, 6"}) for text in texts]
-    found: dict[int, Part] = {}
-    await Caller(grader).grade(items, found.__setitem__)
-    assert [found[at].value for at in range(len(items))] == [0.0] * len(items)
+    assert [part.value for part in await Caller(grader).grade(items)] == [0.0] * len(items)
 
 
 def test_many_failures_of_long_rows_stall_nobody() -> None:
@@ -141,12 +137,9 @@ def test_many_failures_of_long_rows_stall_nobody() -> None:
     row = {"answer": "5" * 3000, "tests": ["a" * 50] * 50}
     item = ScoreItem(prompt="p" * 2000, completion="x", row=row).model_dump_json()
     items = [ScoreItem.model_validate_json(item) for _ in range(2048)]
-    told: dict[int, Part] = {}
-    chosen = FailureFilter(registry.bind(RewardSpec(grader="math"), tools), items, told.__setitem__)
     failed = Part(value=None, verdict="error", errors=("python_grader_runtime_error",))
-    for position in range(len(items)):
-        chosen.tell(position, failed if position % 2 else Part(value=1.0))
+    parts = [failed if position % 2 else Part(value=1.0) for position in range(len(items))]
     start = time.process_time()
-    chosen.tell_rest()
+    graded = with_failures_graded(registry.bind(RewardSpec(grader="math"), tools), items, parts)
     assert time.process_time() - start < 4  # 15 s where each is compared with each
-    assert {part.value for part in told.values()} == {0.0, 1.0}
+    assert [part.value for part in graded] == [1.0, 0.0] * 1024

@@ -17,7 +17,7 @@ from services.reward.grading.calling import Caller
 from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
-from shared.wire import Part, ScoreItem
+from shared.wire import ScoreItem
 from tests.support.texts import HUGE_CHARS, texts
 
 SLOTS = 4
@@ -102,13 +102,12 @@ async def no_text_earns(tools: GraderTools, count: int, seed: int) -> Counter[st
         ScoreItem(prompt=str(number // 16), completion=text, row=ROWS[number % len(ROWS)])
         for number, text in enumerate(texts(count, seed))
     ]
-    parts: dict[int, Part] = {}
     async with loop_watched() as stalls:
-        await caller_of(tools).grade(items, parts.__setitem__)
-    wrong = {at: part for at, part in parts.items() if part.value != 0.0}
+        parts = await caller_of(tools).grade(items)
+    wrong = {at: part for at, part in enumerate(parts) if part.value != 0.0}
     assert wrong == {} and len(parts) == count
     assert stalls[0] < MAX_STALL_S
-    return Counter(part.verdict for part in parts.values())
+    return Counter(part.verdict for part in parts)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -139,8 +138,7 @@ async def test_16_hostile_programs_leave_the_loop_to_4_honest_ones(
         ScoreItem(prompt="", completion=f"def f(x): return x + 1\n# {at}", row=row)
         for at in range(4)
     ]
-    parts: dict[int, Part] = {}
     async with loop_watched() as stalls:
-        await caller_of(tools).grade([*hostile, *honest], parts.__setitem__)
-    assert [parts[at].value for at in range(20)] == [0.0] * 16 + [1.0] * 4, parts
+        parts = await caller_of(tools).grade([*hostile, *honest])
+    assert [part.value for part in parts] == [0.0] * 16 + [1.0] * 4, parts
     assert stalls[0] < MAX_STALL_S

@@ -33,10 +33,8 @@ async def missed(tools: GraderTools, items: dict[str, ScoreItem], **params: Any)
     # A host that is shared may take its time.
     spec = RewardSpec(grader="code_tests", params={**params, "timeout_s": 300, "idle_s": 100})
     caller = Caller(registry.bind(spec, tools))
-    parts: dict[int, Part] = {}
-    await caller.grade([*items.values()], parts.__setitem__)
-    assert len(parts) == len(items)
-    return {name: parts[at] for at, name in enumerate(items) if parts[at].value != 1}
+    parts = await caller.grade([*items.values()])
+    return {name: part for name, part in zip(items, parts, strict=True) if part.value != 1}
 
 
 def programs(style: str, numbers: Iterable[int]) -> dict[str, ScoreItem]:

@@ -10,7 +10,7 @@ from services.reward.grading.calling import Caller
 from services.reward.grading.registry import GraderTools
 from services.reward.sandbox.host import Groups
 from shared.job import RewardSpec
-from shared.wire import Part, ScoreItem
+from shared.wire import ScoreItem
 from tests.support.hung_programs import HUNG
 from tests.support.reward_helpers import running_tools
 
@@ -39,11 +39,10 @@ async def hung_ones_cost_right_ones_nothing(
         ScoreItem(prompt="p", completion=program, row={"tests": TESTS[style]})
         for program in programs.values()
     ]
-    parts: dict[int, Part] = {}
-    await caller.grade(items, parts.__setitem__)
+    parts = await caller.grade(items)
     wanted = {name: float(name in right) for name in programs}
     found = {name: parts[at].value for at, name in enumerate(programs)}
-    assert found == wanted, [part for part in parts.values() if not part.value]
+    assert found == wanted, [part for part in parts if not part.value]
 
 
 @pytest.mark.parametrize("style", TESTS)

@@ -38,7 +38,6 @@ def rows() -> list[dict[str, Any]]:
 
 async def graded(tools: GraderTools, programs: dict[int, str], tests: list[Any]) -> dict[int, Part]:
     """Returns the parts by MBPP's numbers of the problems."""
-    parts: dict[int, Part] = {}
     items = [
         ScoreItem(
             prompt=str(row["task_id"]),
@@ -48,8 +47,8 @@ async def graded(tools: GraderTools, programs: dict[int, str], tests: list[Any])
         for row in tests
     ]
     caller = Caller(registry.bind(SPEC, tools))
-    await caller.grade(items, lambda at, part: parts.update({tests[at]["task_id"]: part}))
-    return parts
+    parts = await caller.grade(items)
+    return {row["task_id"]: part for row, part in zip(tests, parts, strict=True)}
 
 
 async def test_each_reference_solution_of_mbpp_passes_its_tests(tools: GraderTools) -> None:

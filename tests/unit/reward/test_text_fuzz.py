@@ -92,11 +92,11 @@ async def parts_of(name: str, count: int) -> tuple[list[Part], float]:
     found: list[Part] = []
     longest_s = 0.0
     first = ScoreItem(prompt="", completion="", row={**ROW, "answer_number": 8675309})
-    await caller.grade([first], lambda *_: None)  # imports what it needs
+    await caller.grade([first])  # imports what it needs
     for text in hostile_texts(count):
         item = ScoreItem(prompt="", completion=text, row={**ROW, "answer_number": 8675309})
         start = time.thread_time()
-        await caller.grade([item], lambda _, part: found.append(part))
+        found += await caller.grade([item])
         longest_s = max(longest_s, time.thread_time() - start)
     await bound.close()
     await tools.limited.close()
