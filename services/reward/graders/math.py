@@ -17,6 +17,7 @@ from pydantic import Field
 
 from services.reward.grading.answers.comparing import plain_number, quick, unwrapped
 from services.reward.grading.answers.final import (
+    MAX_BOXED_CHARS,
     TAIL_CHARS,
     marked_answer,
     says_answer,
@@ -109,8 +110,12 @@ class Math(ItemGrader[MathParams]):
         if type(value) not in (str, int, float) or not str(value).strip():
             fault = f"column {self.params.answer!r} is {value!r:.80}; expected a number or text"
             raise wrong_row(fault)
-        found = marked_answer(str(value), is_several=True)
-        wanted = found[0] if found else str(value).strip()
+        text = str(value)[-MAX_BOXED_CHARS:].strip()
+        found = marked_answer(text, is_several=True)
+        wanted = found[0] if found else text
+        if len(wanted) > TAIL_CHARS:
+            fault = f"column {self.params.answer!r} has an answer of {len(wanted)} characters"
+            raise wrong_row(f"{fault}; expected at most {TAIL_CHARS}")
         sides = split(clean(wanted), "=")
         if len(sides) > 1 and all(number(side) for side in sides):
             fault = f"column {self.params.answer!r} is {wanted!r:.80}, which no answer can equal"

@@ -15,7 +15,7 @@ from services.reward.graders.code_tests.tests import read
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller
 from services.reward.grading.programs import program_of, programs_in
-from services.reward.grading.registry import GraderTools
+from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.job import RewardSpec
 from shared.wire import ScoreItem
 from tests.support.texts import HUGE_CHARS, texts
@@ -141,4 +141,26 @@ async def test_16_hostile_programs_leave_the_loop_to_4_honest_ones(
     async with loop_watched() as stalls:
         parts = await caller_of(tools).grade([*hostile, *honest])
     assert [part.value for part in parts] == [0.0] * 16 + [1.0] * 4, parts
+    assert stalls[0] < MAX_STALL_S
+
+
+CHAINED = "\n".join([f"assert ''{'.lower()' * 120} == f(1)"] * 6)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tests": CHAINED},
+        {"tests": ["assert f(1) == 1"] * 30, "setup": "x = 1\n" * 8000},
+    ],
+)
+async def test_no_row_stalls_the_loop(row: dict[str, object], tools: GraderTools) -> None:
+    spec = RewardSpec(grader="code_tests", params={"setup": "setup"})
+    grader = registry.bind(spec, tools)
+    async with loop_watched() as stalls:
+        await asyncio.sleep(0.01)  # the watch begins
+        with contextlib.suppress(GradingFailed):
+            await grader.check_row({"setup": "", **row})
+        await asyncio.sleep(0.01)  # and sees the last turn
     assert stalls[0] < MAX_STALL_S

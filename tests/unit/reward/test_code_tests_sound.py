@@ -191,6 +191,24 @@ async def test_what_failed_is_told_where_asserts_have_no_message(sandbox: LocalS
     assert part.detail == "test 1 of 1: AssertionError (line 2: assert same(f(x), x))"
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert same(f(7), 8) == True",
+        "assert True is same(f(7), 8)",
+        "assert not same(f(7), 8) is False",
+        "assert bool(same(f(7), 8))",
+        "assert all([same(f(7), 8), same(f(8), 9)])",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+        "        self.assertTrue(same(f(7), 8))\nunittest.main()",
+    ],
+)
+def test_a_program_does_not_judge_itself_however_its_judge_is_asserted(test: str) -> None:
+    with pytest.raises(GradingFailed, match="take 'same' from the program, which would judge its"):
+        read(test, None, None, "", "")
+    assert read(f"assert same(1, 2) == False\n{test}", None, None, "", "").count
+
+
 def test_a_text_that_asserts_nothing_is_for_those_after_it() -> None:
     tests = read(["import math", "assert math.isclose(f(1), 1)"], None, None, "", "")
     assert (tests.count, tests.imports) == (1, "import math")

@@ -360,6 +360,8 @@ async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else
             await grade(math, "#### 18", answer)
     with pytest.raises(GradingFailed, match="is '4=3', which no answer can equal"):
         await math.check_row({"answer": "4=3"})
+    with pytest.raises(GradingFailed, match="an answer of 20000 characters; expected at most 4000"):
+        await math.check_row({"answer": "a" * 19_999 + "$"})
 
 
 @of_the_module
@@ -614,6 +616,13 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         (r"\boxed{\underline{17}}", "17", 1),
         (r"\boxed{\large 17}", "17", 1),
         (r"\boxed{\approx 3.14}", "3.14", 1),
+        (r"\boxed{0.333 \approx \frac13}", r"\frac13", 1),
+        # a chain of roundings that leads from any number to any other
+        (r"\boxed{1 \approx \frac32 \approx 2 \approx \frac52 \approx 3}", "3", 0),
+        (r"\boxed{\frac13 \approx \frac12}", r"\frac12", 0),
+        (r"\boxed{102\pi \approx 103\pi \approx 104\pi \approx 105\pi}", r"105\pi", 0),
+        (r"\boxed{83 \approx 1000000}", "83", 0),
+        (r"\boxed{9 \approx 0}", "9", 0),
         # yes and no
         ("Yes, it does.", "yes", 1),
         ("**No**, it does not.", "no", 1),
@@ -662,7 +671,9 @@ def test_nested_brackets_take_no_time(text: str) -> None:
     assert time.process_time() - start < 0.5
 
 
-@pytest.mark.parametrize("given", ["Fe3+→" * 24 + "?", "1+" * 2000, "17 or else " * 300])
+@pytest.mark.parametrize(
+    "given", ["Fe3+→" * 24 + "?", "1+" * 2000, "17 or else " * 300, "a" * 20_000 + "$"]
+)
 def test_hostile_answers_take_no_time_on_the_event_loop(given: str) -> None:
     """Each repeat of the first one doubled its time: 1 s for 20."""
     start = time.process_time()

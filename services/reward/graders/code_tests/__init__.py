@@ -50,8 +50,8 @@ from shared.wire import Part, ScoreItem, Verdict
 
 CALLS_PER_JOB = 32
 
-LONG_CHARS = 10_000
-"""Tests of so many characters take about 0.1 s to read; longer ones are read in a thread."""
+LONG_CHARS = 3000
+"""Columns of so many characters take up to 0.15 s to read; longer ones are read in a thread."""
 
 _SPOKEN = {
     "nan": re.compile(r"\b(is)?nan\b", re.IGNORECASE),
@@ -171,8 +171,9 @@ class CodeTests(ItemGrader[CodeTestsParams]):
         return self._part(verdicts, tests.count, candidate)
 
     async def _read(self, row: Mapping[str, Any], completion: str) -> tuple[Tests, Candidate]:
-        """Does what `_given` does, in a thread if the tests or the completion are long."""
-        if len(str(row.get(self.params.tests))) + len(completion) < LONG_CHARS:
+        """Does what `_given` does, in a thread if the row's columns or the completion are long."""
+        texts = [completion, *(str(row.get(column)) for column in self._columns if column)]
+        if sum(map(len, texts)) < LONG_CHARS:
             return self._given(row, completion)
         return await asyncio.to_thread(self._given, row, completion)
 

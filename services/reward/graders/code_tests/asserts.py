@@ -22,6 +22,7 @@ from services.reward.graders.code_tests.sound import (
     bound_names,
     evaluated,
     loaded_names,
+    names_of,
     nodes,
 )
 from services.reward.grading.expressions import parse_program
@@ -63,7 +64,7 @@ def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") ->
     `tests` do not know.
     """
     body = parse_program(tests).body
-    of_setup = bound_names(parse_program(setup))
+    of_setup = names_of(setup)
     called = {
         node.func.id
         for node in nodes(body)
@@ -171,18 +172,23 @@ class _Extraction(ast.NodeTransformer):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
-            and ast.unparse(node.func) != "asyncio.run"
+            and not _is_asyncio_run(node.func)
         ):
             return self._is_result(node.func.value) and _root(node)[:1].isupper()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
             return self._is_result(node.func)  # a call of a function that it returned
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.run":
+        if isinstance(node, ast.Call) and _is_asyncio_run(node.func):
             return any(self._is_result(argument) for argument in node.args)
         return (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id in self.candidates
         )
+
+
+def _is_asyncio_run(node: ast.expr) -> bool:
+    owner = node.value if isinstance(node, ast.Attribute) and node.attr == "run" else None
+    return isinstance(owner, ast.Name) and owner.id == "asyncio"
 
 
 def _root(node: ast.expr) -> str:

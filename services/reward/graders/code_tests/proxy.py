@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from services.reward.graders.code_tests import sound
 from services.reward.graders.code_tests.candidate import CallEnd, Candidate, job
-from services.reward.graders.code_tests.sound import BUILTINS, bound_names, loaded_names
+from services.reward.graders.code_tests.sound import BUILTINS, bound_names, loaded_names, names_of
 from services.reward.grading.expressions import parse_program
 from services.reward.grading.programs import fault
 from services.reward.grading.registry import GradingFailed, wrong_row
@@ -57,7 +57,7 @@ def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
     """Returns test code with proxies for all names that neither it, nor the setup, nor Python
     defines."""
     tree = parse_program(source)
-    known = BUILTINS | bound_names(parse_program(setup)) | bound_names(tree)
+    known = BUILTINS | names_of(setup) | bound_names(tree)
     names = (loaded_names(tree) - known) | ({entry} if entry else set())
     return TestCode(setup, source, tuple(sorted(names)), entry)
 

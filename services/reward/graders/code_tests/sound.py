@@ -8,6 +8,7 @@ import ast
 import builtins
 import unittest
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from services.reward.grading.expressions import parse_program
 
@@ -113,7 +114,7 @@ def _looked_at(node: ast.AST, is_alone: bool) -> list[ast.expr]:
 
 
 def _unknown(tests: ast.Module, setup: str) -> set[str]:
-    known = BUILTINS | bound_names(tests) | bound_names(parse_program(setup))
+    known = BUILTINS | bound_names(tests) | names_of(setup)
     return loaded_names(tests) - known
 
 
@@ -192,36 +193,52 @@ def _compared(tree: ast.Module, names: frozenset[str]) -> str | None:
         for operand in (node.left, *node.comparators)
         if isinstance(operand, ast.Name)
     ]
-    elsewhere = {node.id for node in loaded if node not in operands}
+    compared = {*map(id, operands)}
+    elsewhere = {node.id for node in loaded if id(node) not in compared}
     return next((one.id for one in operands if one.id in names - elsewhere), None)
 
 
 def _judge(tree: ast.Module, names: frozenset[str]) -> str | None:
     """Returns a function that the tests call only on results of other functions, as a judge of
     them, and never on data."""
-    judges: list[str] = []
+    tests: list[ast.expr] = []
     for node in ast.walk(tree):
-        tests = [node.test] if isinstance(node, ast.Assert) else []
-        if isinstance(node, ast.Expr):
-            tests = [node.value]
-        for condition in (one for test in tests for one in _conditions(test)):
-            name = _called(condition)
-            if name in names and (_of_arguments(condition) & names) - {name}:
-                judges.append(name)
+        tests += [node.test] if isinstance(node, ast.Assert) else []
+        tests += [node.value] if isinstance(node, ast.Expr) else []
+    judges = [
+        name
+        for condition in (one for test in tests for one in _conditions(test))
+        if (name := _called(condition)) in names and (_of_arguments(condition) & names) - {name}
+    ]
     if not judges:
         return None
-    asserts = [part for part in ast.walk(tree) if isinstance(part, ast.Assert)]
-    asserted = [node for part in asserts for node in ast.walk(part)]
+    asserted = [node for test in tests for node in ast.walk(test)]
     tested = {_called(node) for node in asserted if not _of_arguments(node) & names}
     return next((name for name in judges if name not in tested), None)
 
 
+_DECIDING = frozenset({"all", "any", "bool", "asserttrue", "assertfalse"})
+
+
 def _conditions(test: ast.expr) -> Iterable[ast.expr]:
+    """Returns the parts of a test whose truth decides it: of `not f()`, `f() == True`, `f() and
+    g()`, `all([f(), g()])`, `assertTrue(f())`."""
+    parts: list[ast.expr] = []
     if isinstance(test, ast.UnaryOp):
-        return _conditions(test.operand)
-    if isinstance(test, ast.BoolOp):
-        return [one for value in test.values for one in _conditions(value)]
-    return [test]
+        parts = [test.operand]
+    elif isinstance(test, ast.BoolOp):
+        parts = test.values
+    elif isinstance(test, ast.Compare):
+        sides = [test.left, *test.comparators]
+        others = [side for side in sides if not isinstance(getattr(side, "value", None), bool)]
+        parts = others if len(others) == 1 else []
+    elif isinstance(test, ast.Call) and _last_name(test).replace("_", "").lower() in _DECIDING:
+        parts = test.args[:1]
+    elif isinstance(test, ast.List | ast.Tuple):
+        parts = test.elts
+    elif isinstance(test, ast.GeneratorExp | ast.ListComp):
+        parts = [test.elt]
+    return [one for part in parts for one in _conditions(part)] or [test]
 
 
 def _last_name(node: ast.Call) -> str:
@@ -387,6 +404,12 @@ def nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
 
 def loaded_names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+@lru_cache(16)
+def names_of(setup: str) -> frozenset[str]:
+    """Returns the names that a setup binds. It is parsed once for all tests of its row."""
+    return bound_names(parse_program(setup))
 
 
 def bound_names(node: ast.AST) -> frozenset[str]:

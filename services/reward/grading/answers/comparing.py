@@ -403,10 +403,15 @@ def _values(answer: str) -> list[str]:
     name, sign, _ = exact.partition("=")
     name = f"{name}=" if sign and _NAME.fullmatch(without_marks(name)) else ""
     values = [exact, *decimals]
-    for one, other in zip(values, decimals, strict=False):
-        if not _is_rounded(one.rpartition("=")[2], other):
-            raise Veto("false", answer)
+    pairs = zip(values[:MAX_VALUES], decimals, strict=False)
+    is_true = all(_is_rounded(one.rpartition("=")[2], other) for one, other in pairs)
+    if len(values) > MAX_VALUES or not is_true:
+        raise Veto("false", answer)
     return [exact, *(f"{name}{one}" for one in decimals)]
+
+
+MAX_VALUES = 3
+"""Of a value and its roundings: a longer chain could lead from any number to any other."""
 
 
 def _is_rounded(exact: str, decimal: str) -> bool:
@@ -414,21 +419,25 @@ def _is_rounded(exact: str, decimal: str) -> bool:
     may differ, by 1 %."""
     import sympy
 
-    exact, decimal = (exact, decimal) if number(decimal) else (decimal, exact)
+    plain = number(decimal)
+    if plain is None or plain.terms:  # 0.33 \\approx 1/3
+        exact, decimal = decimal, exact
+        plain = number(decimal)
     (value, unit), (rounded, rounded_unit) = _read(exact), _read(decimal)
     factor = agree(unit, rounded_unit)
     if factor is None or not all(isinstance(one, sympy.Expr) for one in (value, rounded)):
         return False
     value = value * sympy.Rational(factor.numerator, factor.denominator)
-    plain = number(decimal)
-    if plain is None or not value.is_number:
+    if plain is None or plain.terms or not value.is_number:
         ratio = sympy.simplify(value / rounded)
         return bool(ratio.is_number and abs(ratio - 1).evalf() < sympy.Rational(1, 100))
     digits = str(plain.value)
-    step = plain.step or Fraction(10) ** (len(digits) - len(digits.rstrip("0")))
+    step = plain.step or Fraction(10) ** (len(digits) - len(digits.rstrip("0") or digits))
+    # a whole number may be rounded up, but not to the next power of ten
+    least, most = (-1, 1) if step == 1 else (-0.51, 1 if plain.step else 0.51)
     for scale in (1, 100) if plain.is_percent else (1,):
         left = (abs(value * scale) - abs(rounded)).evalf(DIGITS) / sympy.Rational(str(step))
-        if (-1 if plain.step is None else -0.51) < left < 1:  # a whole number may be rounded up
+        if least < left < most:
             return True
     return False
 

@@ -60,6 +60,9 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 _NOISE = re.compile(r"(?<![\d.])\d+\.\d{9,17}(?![\d…])")
 """A decimal with as many digits as a float has, such as 0.30000000000000004."""
 
+_OVER = re.compile(r"\{?(?<!\w)(\w++) ?\\over(?![a-z]) ?(\w+)\}?")
+"""It begins where a word does: else a run of letters is tried from each of them."""
+
 TEXT = re.compile(r"\\text ?\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -78,7 +81,7 @@ def clean(text: str) -> str:
         return " ".join(text.split()).rstrip(".,;").strip()
     if len(_DOLLAR.findall(text)) % 2 == 0:
         text = _DOLLAR.sub("", text)
-    text = re.sub(r"\{?(\w+) ?\\over(?![a-z]) ?(\w+)\}?", r"\\frac{\1}{\2}", text)
+    text = _OVER.sub(r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\q?quad", " ", text)
     text = _COMMAND.sub(lambda found: _ALIASES.get(found[0], found[0]), text.replace(r"\$", "$"))
     text = _VULGAR.sub(_fraction, text)
