@@ -18,7 +18,7 @@ import pytest
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
 from services.reward.graders.code_tests.candidate import agree, difference
 from services.reward.graders.code_tests.inside_tests import judged
-from services.reward.graders.code_tests.tests import calls
+from services.reward.graders.code_tests.tests import MAX_PYTHON_CHARS, calls, read
 from services.reward.grading.codec import (
     SPECIAL,
     NotPlain,
@@ -29,6 +29,7 @@ from services.reward.grading.codec import (
     same,
 )
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
+from services.reward.grading.registry import GradingFailed
 
 
 def told(test: str, *results: str, is_strict: bool = False, imports: str = "") -> list[str]:
@@ -405,3 +406,13 @@ def test_to_a_strict_judge_true_is_not_1(test: str, value: Any, strict: str) -> 
 def test_arguments_as_lines_of_json_end_at_line_feeds_only() -> None:
     (case,) = calls("f", ['"a\u2028b\x85"\n2\r\n'], ['"c"'], 0.0)
     assert case.calls == ("(f if 'f' in globals() else Solution().f)('a\\u2028b\\x85', 2)",)
+
+
+@pytest.mark.parametrize("style", ["asserts", None, "stdio"])
+def test_more_python_than_is_read_at_a_time_is_refused_unparsed(style: Any) -> None:
+    long = "(" * (MAX_PYTHON_CHARS + 1)  # it would be a SyntaxError
+    value, setup = ([{"input": "1", "output": "2"}], long) if style == "stdio" else (long, "")
+    with pytest.raises(GradingFailed, match=r"200001 characters of Python .*at most 200000"):
+        read(value, style, None, setup, "")
+    many = [{"input": "1" * 1000, "output": "2"}] * 300
+    assert read(many, "stdio", None, "", "").count == 300, "data may be longer"
