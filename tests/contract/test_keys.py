@@ -258,6 +258,9 @@ async def test_the_log_has_the_name_of_the_key_and_not_its_secret(
     line = json.loads(capfd.readouterr().err.strip().splitlines()[-1])
     assert (line["event"], line["key"]) == ("request", "dashboard")
     assert line["path"] == "/v1/files/hone_dashboard_***"
+    await http.post("/v1/keys", json={"name": "a"}, headers=bearer(secret))
+    line = json.loads(capfd.readouterr().err.strip().splitlines()[-1])
+    assert (line["status"], line["key"]) == (403, "dashboard"), "what it may not do is logged too"
 
 
 def test_keys_of_a_folder_are_those_of_every_orchestrator_with_it(tmp_path: Path) -> None:

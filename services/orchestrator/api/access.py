@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 from fastapi import Depends, Request, Response
 from fastapi import Path as Path_
 
@@ -162,6 +163,7 @@ class Keys:
         digest = stored.digest if stored else ""
         if not hmac.compare_digest(_digest(secret), digest) or stored is None:
             raise Unauthorized("the API key is unknown or was revoked; `hone keys` makes one")
+        structlog.contextvars.bind_contextvars(key=stored.name)  # a refusal is logged with it too
         if stored.access == "read" and method not in READING:
             raise Forbidden(
                 f"key {stored.name!r} has access 'read', and {method} {path} changes something"
