@@ -114,9 +114,9 @@ def has_signal(scores_G: Sequence[Score], job: Job, group: RolloutGroup | None =
             for reward in outcomes(job)
             if reward.weight
         )
-    return differ([score.value for score in present]) and differ(
-        [outcome(score, job) for score in present]
-    )
+    if not differ([score.value for score in present]):
+        return False
+    return not job.rewards or differ([outcome(score, job) for score in present])
 
 
 def outcomes(job: Job) -> list[RewardSpec]:

@@ -145,9 +145,12 @@ def reward_metrics(
         not has_signal(scores_G, job, group)
         for scores_G, group in itertools.zip_longest(scores_PG, groups)
     )
+    # a rollout that came with advantages and without a reward is not graded, and did not go wrong
+    went_wrong = [rollout.went_wrong for group in groups for rollout in group.rollouts]
+    went_wrong += [not is_graded(score) for score in scores[len(went_wrong) :]]
     metrics = {
         "missing_rewards": missing_share(scores_PG),
-        "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
+        "errored_rollouts": statistics.fmean(went_wrong),
         "frac_reward_zero_std": num_flat / len(scores_PG),
     }
     if values:

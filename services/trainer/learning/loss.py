@@ -382,7 +382,7 @@ KL: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 With d = logprob - reference_logprob:
 
     name       value           its gradient, in expectation over the policy's own samples
-    k1 d zero: only a metric, no pull to the reference
+    k1         d               zero: only a metric, no pull to the reference
     k2         d^2 / 2         the gradient of KL(policy || reference)
     k3         e^-d - 1 + d    the gradient of KL(reference || policy); grows with e^-d. The value
                                is never negative (GRPO: arXiv 2402.03300)

@@ -16,6 +16,7 @@ from services.orchestrator.samplers.clients import NOT_GRADED, score_item
 from shared.job import Job
 from shared.wire import (
     Batch,
+    Logprobs,
     Mask,
     Part,
     Prompt,
@@ -144,6 +145,15 @@ def test_dropped_groups_count_in_rewards_which_would_else_look_better() -> None:
     assert metrics["reward"] == pytest.approx(2 / 6)
     assert metrics["missing_rewards"] == pytest.approx(2 / 8)
     assert metrics["frac_reward_zero_std"] == pytest.approx(3 / 4)
+
+
+def test_a_rollout_that_came_with_advantages_and_no_reward_did_not_go_wrong() -> None:
+    given = [rollout(2).model_copy(update={"advantages": Logprobs([a, a])}) for a in (1.0, -1.0)]
+    group = RolloutGroup(prompt_token_ids=(1,), rollouts=tuple(given))
+    scores = (NOT_GRADED, NOT_GRADED)
+    assert reward_metrics((scores,), JOB, (group,))["errored_rollouts"] == 0
+    dropped = reward_metrics((scores, scores), JOB, (group,))
+    assert dropped["errored_rollouts"] == pytest.approx(1 / 2)
 
 
 def test_rollouts_that_ended_in_an_error_are_counted_and_have_no_length() -> None:

@@ -27,6 +27,7 @@ from services.orchestrator.grpo.examples import (
     with_teacher_of,
 )
 from services.orchestrator.grpo.groups import teaches, too_many_missing
+from services.orchestrator.grpo.metrics import reward_metrics
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TeacherSpec
 from shared.settings import Settings
@@ -326,6 +327,8 @@ def test_alone_no_rewards_are_compared() -> None:
     ]
     one, two = examples_of(batch_of(GROUP, scores), job)
     assert one.advantages == [0.0, -0.5] and two.advantages == [0.25, 0.0, 0.375]
+    assert reward_metrics((scores,), job)["frac_reward_zero_std"] == 0
+    assert reward_metrics((scores[:1] * 2,), job)["frac_reward_zero_std"] == 1
 
 
 @pytest.mark.parametrize(
