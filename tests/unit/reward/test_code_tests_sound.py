@@ -99,7 +99,7 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "the tests read what a program prints",
     ),
-    ("assert f(1) == " + "1 + " * 80_000 + "1", {}, "nest too deeply, or are too long an exp"),
+    ("assert f(1) == " + "1 + " * 40_000 + "1", {}, "nest too deeply, or are too long an exp"),
     ([{"input": "1", "output": "\n"}], {}, "no test expects any output"),
     ([], {}, "the row has no tests: []; expected assert statements"),
     ({"inputs": None, "outputs": None}, {}, "the tests are {'inputs': None, 'outputs': None}; exp"),
