@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 from rich.text import Text
 
-from hone.first_job import READERS, Layout, Lengths, Reward, Row, Source, fitted, look
+from hone.first_job import READERS, Layout, Lengths, Reward, Source, fitted, look
 from hone.shell import Output, OutputOption, command, say, show
 from shared.errors import BadRequest
 from shared.job import name_of
@@ -142,7 +142,7 @@ def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     from shared.templates import TokenizerUnavailable, prompt_reader
     from shared.weights.model_folder import check_model_folder, model_folder, read_config, window_of
 
-    source, layout = draft.source, draft.source.layout
+    source = draft.source
     notes = [_found(source)]
     folder = model_folder(draft.model)
     if folder is None:
@@ -161,7 +161,7 @@ def _measured(draft: Draft) -> tuple[Draft, list[str]]:
         return draft, [*notes, f"tokens are not counted: {why}"]
     lengths = fitted(
         reader.count([content(draft, row) for row in (*source.rows, *source.held_out)]),
-        _answers(reader, source.rows, layout.answer),
+        _answers(reader, draft),
         window,
     )
     if lengths.num_overlong == lengths.num_prompts:
@@ -172,8 +172,12 @@ def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     return replace(draft, lengths=lengths), [*notes, _told(lengths)]
 
 
-def _answers(reader: PromptReader, rows: Sequence[Row], column: str | None) -> list[int]:
-    return reader.count([str(row.get(column)) for row in rows]) if column else []
+def _answers(reader: PromptReader, draft: Draft) -> list[int]:
+    """Returns the lengths of the right answers; none if they are bare results, which say nothing of
+    how long the model is that is told to think step by step."""
+    rows, column = draft.source.rows, draft.source.layout.answer
+    lengths = reader.count([str(row.get(column)) for row in rows]) if column else []
+    return lengths if draft.reward != "math" or max(lengths) > BARE else []
 
 
 def _found(source: Source) -> str:
@@ -244,6 +248,9 @@ WIDTH = 44
 
 STEPS, PROMPTS, GROUP, HELD_OUT = 200, 32, 8, 200
 
+BARE = 32
+"""Most tokens of a right answer that is a result without its solution."""
+
 NO_EVAL = '# eval = "..."'
 
 OF_HUB = {
@@ -307,6 +314,14 @@ class Draft:
         return self.has_template is not False
 
     @property
+    def makes_messages(self) -> bool:
+        """Whether the job says how a row becomes messages: its prompt is text that nothing else
+        makes a chat of, or ends with its answer."""
+        layout = self.source.layout
+        is_text = bool(self.source.rows) and not layout.is_chat and not self.task
+        return self.is_chat and (layout.is_answered or is_text)
+
+    @property
     def task(self) -> str | None:
         """The instruction to the model beside the problem."""
         return None if self.source.layout.has_system else TASKS.get(self.reward)
@@ -321,7 +336,7 @@ def content(draft: Draft, row: Mapping[str, object]) -> Content:
         return f"{said[-1]['content']}{_ending(draft)}"
     if draft.task:
         return [{"role": "system", "content": draft.task}, *said]
-    return said if layout.is_chat else str(value)
+    return said
 
 
 def _said(value: object, layout: Layout) -> Sequence[Mapping[str, object]]:
@@ -413,7 +428,7 @@ def _data(draft: Draft) -> list[str]:
         lines.append(_line("template", text, "the model has no chat template"))
     elif draft.task:
         lines.append(_line("system_prompt", draft.task, "said to the model before each problem"))
-    if draft.is_chat and layout.is_answered:
+    if draft.makes_messages:
         lines += _messages(layout)
     return lines
 
@@ -421,7 +436,7 @@ def _data(draft: Draft) -> list[str]:
 def _renamed(draft: Draft) -> dict[str, str]:
     """Returns the job's names for columns with other names."""
     layout = draft.source.layout
-    wanted = {"prompt": layout.prompt} if draft.is_chat and not layout.is_answered else {}
+    wanted = {"prompt": layout.prompt} if draft.is_chat and not draft.makes_messages else {}
     if draft.reward in ("math", "function") and layout.answer:
         wanted["answer"] = layout.answer
     if draft.reward == "code" and layout.tests:
@@ -430,9 +445,10 @@ def _renamed(draft: Draft) -> dict[str, str]:
 
 
 def _messages(layout: Layout) -> list[str]:
-    """Returns the lines that make a prompt from a conversation that ends with its answer."""
+    """Returns the lines that make a prompt from a text, or a conversation that ends with its
+    answer."""
     roles = {"system": f'row["{layout.prompt}"][0].content'} if layout.has_system else {}
-    roles["user"] = f'row["{layout.prompt}"][-2].content'
+    roles["user"] = _last_said(layout)
     lines: list[str] = []
     for role, said in roles.items():
         text = "{{ " + said + " }}"

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 10_000,
+    "hone": 10_020,
     "shared": 13_830,
     "services/orchestrator/api": 1_610,
     "services/orchestrator/data": 2_800,

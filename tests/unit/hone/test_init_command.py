@@ -149,6 +149,31 @@ def test_a_function_of_ones_own_is_written_beside_the_job(here: Path) -> None:
     assert reward(["", "x" * 1000], prompts=["", ""]) == [1.0, 0.5]
 
 
+@pytest.mark.parametrize("reward", ["judge", "function"])
+def test_a_chat_model_gets_plain_text_as_a_chat(here: Path, reward: str) -> None:
+    make_model_folder(here / "model")
+    write(here / "train.jsonl", [{"question": "w3?", "answer": "w4"}])
+    job = written("--reward", reward)
+    assert job.data.messages is not None
+    said = [(each.role, each.content) for each in job.data.messages]
+    assert said == [("user", '{{ row["question"] }}')]
+    assert job.data.columns == {} and (job.data.template, job.data.system_prompt) == (None, None)
+    if reward == "judge":
+        assert "{{ item.question }}" in str(job.rewards[0].params["rubric"])
+    make_model_folder(here / "base", chat=False)
+    job = written("--model", "base", "--reward", reward, "--force")
+    assert job.data.messages is None and str(job.data.template).startswith('{{ row["question"] }}')
+
+
+def test_bare_results_are_no_measure_of_a_solution(here: Path) -> None:
+    make_model_folder(here / "model", window=2048)
+    write(here / "train.jsonl", [{"question": "w3?", "answer": 4}] * 2)
+    assert written("--reward", "math").sampling.max_tokens == 512
+    assert written("--reward", "function", "--force").sampling.max_tokens == 64
+    write(here / "train.jsonl", [{"question": "w3?", "answer": "w1 " * 33}])
+    assert written("--reward", "math", "--force").sampling.max_tokens == 128
+
+
 def test_three_questions_are_asked_at_a_terminal(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,8 +21,10 @@ def record(status: str, error: str | None = None, **changes: Any) -> JobRecord:
 def test_a_job_that_failed_or_had_to_pause_is_a_problem() -> None:
     found = only(facts({}, record=record("failed", "the model is gone")))
     assert (found.code, found.level, found.cause) == ("failed", "problem", "the model is gone")
+    assert found.model_dump_json().count("the model is gone") == 1, "reasons may be long"
     found = only(facts({}, record=record("paused", "the disk is full")))
     assert found.code == "paused" and "hone resume" in found.remedy
+    assert found.model_dump_json().count("the disk is full") == 1
     assert not codes(facts({}, record=record("paused", "by hand", pause_reason="requested")))
     assert not codes(facts({}, record=record("succeeded")))
 

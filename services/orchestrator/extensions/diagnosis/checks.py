@@ -306,7 +306,7 @@ def state(run: RunSnapshot) -> Iterator[Finding]:
     is_asked = record.status == "paused" and record.pause_reason in ("requested", "preempted")
     if record.status in ("failed", "paused") and not is_asked:
         why = record.error or "no reason is known"
-        evidence = [Evidence(metric="record", text=why)]
+        evidence = [Evidence(metric="record", text=f"status {record.status!r}")]
         yield finding(record.status, record.step, evidence, step=record.step, why=why)
     if record.status in ("queued", "running"):
         yield from _waits(record)
