@@ -25,15 +25,19 @@ from shared.host import logs
 
 REPLACED = {
     "checkpoints": "`hone download JOB --list` lists a job's checkpoints",
+    "diagnose": "`hone doctor JOB` says what is wrong with a job",
     "data": "`hone modal upload FILES` puts data files on Modal",
     "get": "`hone ls JOB` shows one job",
     "open": "`hone up` and `hone submit` print the address of the page",
     "plot": "`hone metrics JOB --plot` draws the learning curve",
     "regrade": "`hone grade --job JOB --step STEPS --reward FILE` grades stored rollouts again",
     "sample": "the sampler answers OpenAI's API: docs/commands.md, one service alone",
+    "status": "`hone ls` shows the jobs, `hone ls JOB` one",
+    "stop": "`hone cancel JOB` ends a job, `hone pause JOB` lets it continue later",
+    "validate": "`hone submit FILE --dry-run` checks a job and changes nothing",
     "wait": "`hone logs -f JOB` returns when the job ends or pauses",
 }
-"""Commands that are gone, with a sentence on the replacement."""
+"""Commands that are gone, or that other programs have, with a sentence on the replacement."""
 
 
 @functools.cache

@@ -445,7 +445,7 @@ def findings_text(listed: FindingList) -> Text:
     at = f"{listed.job_id}: {listed.status}, step {listed.step}"
     if not listed.findings:
         is_new = not listed.step and listed.status != "succeeded"
-        return Text(f"{at}: nothing is wrong{' so far; no step is done yet' if is_new else ''}")
+        return Text(f"{at}: {'no step is done yet to look at' if is_new else 'nothing is wrong'}")
     head = "well, and worth knowing:" if listed.well else "not well:"
     blocks = [Text(f"{at}: {head}"), *map(_finding, listed.findings)]
     return Text("\n\n").join(blocks)

@@ -14,10 +14,14 @@ from shared.job.sampling import MAX_KEPT
 if TYPE_CHECKING:
     from shared.job.job import Job
 
+MAX_COMPLETIONS = 1 << 20
+"""Completions of a step: its groups are in the orchestrator's memory at once."""
+
 
 def check(job: Job) -> None:
     """Raises ValueError for the first fault."""
     _check_length(job)
+    _check_completions(job)
     _check_data(job)
     _check_generated(job)
     _check_target(job)
@@ -271,6 +275,17 @@ def _check_generated(job: Job) -> None:
             f"data.reasoning_gym.size is {given.size} with levels, and {job.steps} steps take "
             f"{taken} problems: a second pass would begin with the easiest again; expected a size "
             f"of at least {taken}, at most {MAX_GENERATED}, or fewer steps"
+        )
+
+
+def _check_completions(job: Job) -> None:
+    sampling = job.sampling
+    count = sampling.prompts_per_step * sampling.group_size
+    if count > MAX_COMPLETIONS:
+        raise ValueError(
+            f"sampling.prompts_per_step is {sampling.prompts_per_step} and sampling.group_size "
+            f"{sampling.group_size}: {count} completions in a step; expected at most "
+            f"{MAX_COMPLETIONS}"
         )
 
 

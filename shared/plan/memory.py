@@ -82,9 +82,9 @@ TRAINERS_SHARE = 0.5
 other processes."""
 
 HEAP_FACTORS = {True: 2.5, False: 1.5}
-"""Assumed memory of a process, as a multiple of the plan, if glibc keeps freed blocks, with gradient
-checkpointing and without. 2.3 and 1.3 times were measured, and 2.2 times without it where the plan
-is mostly activations, as with LoRA."""
+"""Assumed memory of a process, as a multiple of the plan, if glibc keeps freed blocks, with
+gradient checkpointing and without. 2.3 and 1.3 times were measured, and 2.2 times without it where
+the plan is mostly activations, as with LoRA."""
 
 
 @dataclass(frozen=True)

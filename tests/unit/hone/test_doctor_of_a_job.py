@@ -43,9 +43,7 @@ def test_a_finding_is_shown_with_cause_remedy_and_evidence() -> None:
     )
     assert findings_text(listed(well=True)).plain == "demo-1: running, step 9: nothing is wrong"
     new = FindingList(job_id="demo-1", status="running", step=0, well=True, findings=())
-    assert findings_text(new).plain == (
-        "demo-1: running, step 0: nothing is wrong so far; no step is done yet"
-    )
+    assert findings_text(new).plain == ("demo-1: running, step 0: no step is done yet to look at")
 
 
 def run_folder(folder: Path, flat: float) -> Path:

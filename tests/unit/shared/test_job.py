@@ -347,6 +347,14 @@ def test_true_is_no_number(changed: dict[str, Any], sentence: str) -> None:
     assert sentence in raised.value.detail
 
 
+def test_a_step_has_a_million_completions_at_most() -> None:
+    sampling = {"prompts_per_step": 1025, "group_size": 1024}
+    with pytest.raises(BadRequest, match=r"1049600 completions in a step; .* at most 1048576"):
+        parse_job({**tomllib.loads(MINIMAL), "sampling": sampling})
+    sampling["prompts_per_step"] = 1024
+    parse_job({**tomllib.loads(MINIMAL), "sampling": sampling})
+
+
 def test_true_stays_true() -> None:
     memory = parse_job({**tomllib.loads(MINIMAL), "memory": {"offload_optimizer": True}}).memory
     assert memory.offload_optimizer is True
