@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from textwrap import indent
 
 import pytest
 
@@ -12,8 +13,9 @@ from services.trainer.zero.memory import MemoryPlan, is_worth_giving_back
 from shared.plan.memory import Ranks
 from tests.support.plan_models import job, model
 
-ALLOCATE = """
+HEAD = """
 import ctypes
+import os
 import resource
 from pathlib import Path
 from services.trainer.zero.host_memory import (
@@ -34,48 +36,61 @@ def blocks(count):
         libc.memset(block, 1, 4 << 20)
     return found
 
-for ask in {asks}:
-    assert ask()
+def asked(asks):  # in a process of its own, of which the imports are done
+    if os.fork():
+        return os.wait()
+    for ask in asks:
+        assert ask()
+    measure()
+    os._exit(0)
+"""
+
+ALLOCATE = """
 for block, _ in blocks(1):  # from the first that is freed on, glibc has them in its heap
     libc.free(block)
 before = resident_mib()
 for block, _ in blocks(16):
     libc.free(block)
-print(resident_mib() - before)
+print(resident_mib() - before, flush=True)
 """
 
-ALLOCATE_ONE = (
-    ALLOCATE.partition("for block, _ in blocks(1)")[0]
-    + """
+ALLOCATE_ONE = """
 for _ in range(2):
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block = libc.malloc(64 << 20)
     libc.memset(block, 1, 64 << 20)
     libc.free(block)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults, flush=True)
 """
-)
 
 
-def printed(program: str, *asks: str) -> int:
-    command = [sys.executable, "-c", program.format(asks=f"[{', '.join(asks)}]")]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def printed(program: str, *cases: str) -> list[int]:
+    """Returns what the program prints after each case's functions have been called."""
+    measure = f"def measure():\n{indent(program, '    ')}"
+    calls = "".join(f"asked([{case}])\n" for case in cases)
+    command = [sys.executable, "-c", f"{HEAD}\n{measure}\n{calls}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
 
 
 def test_large_blocks_that_are_freed_are_not_kept() -> None:
     # What a process keeps of 64 MiB that it has freed, in blocks between which there are small ones
-    assert printed(ALLOCATE) >= 50
-    assert printed(ALLOCATE, "give_back_large_blocks") <= 5
-    assert printed(ALLOCATE, "keep_freed_blocks", "give_back_large_blocks") <= 5
+    cases = ("", "give_back_large_blocks", "keep_freed_blocks, give_back_large_blocks")
+    usual, given_back, kept_before = printed(ALLOCATE, *cases)
+    assert usual >= 50 and given_back <= 5 and kept_before <= 5
 
 
 def test_freed_blocks_of_any_size_are_used_again() -> None:
     # The second block of 64 MiB has 16,384 pages, which the kernel zeroes where they are new.
-    assert printed(ALLOCATE_ONE) > 16_000
-    assert printed(ALLOCATE_ONE, "keep_freed_blocks") < 100
-    assert printed(ALLOCATE_ONE, "give_back_large_blocks", "keep_freed_blocks") < 100
-    after_lack = "lambda: run_out() or not keep_freed_blocks()"
-    assert printed(ALLOCATE_ONE, "keep_freed_blocks", after_lack) > 16_000
+    usual, kept, given_back_before, after_lack = printed(
+        ALLOCATE_ONE,
+        "",
+        "keep_freed_blocks",
+        "give_back_large_blocks, keep_freed_blocks",
+        "keep_freed_blocks, lambda: run_out() or not keep_freed_blocks()",
+    )
+    assert usual > 16_000 and after_lack > 16_000
+    assert kept < 100 and given_back_before < 100
 
 
 def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
