@@ -125,11 +125,11 @@ def of_request(id: str) -> AbstractContextManager[None]:
     return structlog.contextvars.bound_contextvars(request_id=id)
 
 
-def of_job(job_id: str) -> None:
-    """Adds the job's id to every later log line of this task."""
+def bind(**values: str) -> None:
+    """Adds the values, such as the job's id, to every later log line of this task."""
     import structlog
 
-    structlog.contextvars.bind_contextvars(job=job_id)
+    structlog.contextvars.bind_contextvars(**values)
 
 
 def _without(value: Any, hidden: list[str]) -> Any:

@@ -87,7 +87,7 @@ class Client:
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
-        self._presence = Presence(name, tell, unreachable)
+        self.presence = Presence(name, tell, unreachable)
 
     async def __aenter__(self) -> Client:
         return self
@@ -101,7 +101,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        self._presence.forget()
+        self.presence.forget()
         await self.poller.close()
         await self._http.aclose()
 
@@ -128,10 +128,13 @@ class Client:
                 f"service; {named}"
             )
 
-    async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
+    async def get(
+        self, path: str, result: type[M], *, deadline_s: float = 30.0, beside: bool = False
+    ) -> M:
         """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after
-        `deadline_s`."""
-        ask = _Ask("GET", path)
+        `deadline_s`. It may be asked `beside` a call that the service cannot work on now: then the
+        answer does not say that the service is back."""
+        ask = _Ask("GET", path, beside=beside)
         return await self._call(ask, self._retry(ask, deadline_s), result)
 
     async def call(
@@ -318,6 +321,8 @@ class Client:
             except httpx.RequestError as error:
                 problem = self._unreachable(error)
             else:
+                if response.status_code < 500 and not ask.beside:
+                    await self.presence.heard()
                 if response.status_code in (200, 201):
                     media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
                     return codec.decode_tolerantly(result, response.content, media_type)
@@ -330,7 +335,7 @@ class Client:
                 raise action.error
             if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
                 who = HUB if problem.code == "hub_away" else None
-                await self._presence.missed(asked_at, problem.detail, who)
+                await self.presence.missed(asked_at, problem.detail, who)
 
     async def _answer(
         self, action: Send | Poll, request: httpx.Request, retry: Retry
@@ -348,8 +353,6 @@ class Client:
             async with self._fetching:
                 fetch = self._http.build_request("GET", action.location)
                 response = await send_following(self._http, fetch)
-        if response.status_code < 500:
-            await self._presence.heard()
         return response
 
     def _error(self, response: httpx.Response) -> HoneError:
@@ -391,6 +394,7 @@ class _Ask:
     key: str | None = None
     wait_s: int = 0
     form: _Form | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)

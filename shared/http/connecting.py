@@ -141,7 +141,10 @@ class Presence:
         """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why. `who` is
         the service that is really away, if the called service waits for another one."""
         if (who or self._service) != self._who:
-            self.forget()
+            if who:  # the called service has answered
+                await self.heard()
+            else:
+                self.forget()
             self._who = who or self._service
         self._since = asked_at if self._since is None else self._since
         away_s = time.monotonic() - self._since

@@ -278,15 +278,18 @@ async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
     assert messages.count("the trainer service is back after 1 s") == 1
 
 
+@pytest.mark.parametrize("route", ["job", "model"])
 async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
+    """Though the service answers meanwhile what it does."""
     monkeypatch.setattr(connecting, "AWAY_S", 0.2)
+    monkeypatch.setattr(recovery, "LOOK_AT_SERVICES_S", 0.05)
 
     async def fault(_: Any) -> None:
         raise Unavailable("'task/modell' is no folder, and no Hub", code="hub_away")
 
-    stack.fakes.fault["model"] = fault
+    stack.fakes.fault[route] = fault
     job_id = (await stack.submit()).id
     async with asyncio.timeout(90):
         while not (record := await stack.get(job_id)).waits:

@@ -16,7 +16,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 10_020,
-    "shared": 13_840,
+    "shared": 13_850,
     "services/orchestrator/api": 1_610,
     "services/orchestrator/data": 2_800,
     "services/orchestrator/extensions": 10_660,

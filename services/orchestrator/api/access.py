@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
-import structlog
 from fastapi import Depends, Request, Response
 from fastapi import Path as Path_
 
@@ -37,7 +36,7 @@ from shared.errors import (
     no_job,
 )
 from shared.host import disk
-from shared.host.logs import API_KEY, get_logger
+from shared.host.logs import API_KEY, bind, get_logger
 from shared.http import codec, rendering
 from shared.http.gate import READING, caller
 from shared.http.rendering import CreatedResource, render
@@ -163,7 +162,7 @@ class Keys:
         digest = stored.digest if stored else ""
         if not hmac.compare_digest(_digest(secret), digest) or stored is None:
             raise Unauthorized("the API key is unknown or was revoked; `hone keys` makes one")
-        structlog.contextvars.bind_contextvars(key=stored.name)  # a refusal is logged with it too
+        bind(key=stored.name)  # a refusal is logged with it too
         if stored.access == "read" and method not in READING:
             raise Forbidden(
                 f"key {stored.name!r} has access 'read', and {method} {path} changes something"

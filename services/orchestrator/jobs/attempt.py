@@ -40,7 +40,7 @@ from services.orchestrator.store.leases import Lease
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import finish_despite_cancel, stop, write_despite_cancel
 from shared.errors import Conflict, HoneError
-from shared.host.logs import of_job
+from shared.host.logs import bind
 from shared.settings import Settings
 from shared.wire import JobRecord, Prompt, TrainerState
 
@@ -105,7 +105,7 @@ class Attempt:
     async def run(self) -> Outcome:
         """Returns the job's outcome. Raises LeaseLost if another worker has the job, and
         StoreUnavailable."""
-        of_job(self._record.id)
+        bind(job=self._record.id)
         with self._extensions.attending(self._record.id):
             return await self._run()
 

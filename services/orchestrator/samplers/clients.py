@@ -99,7 +99,7 @@ class TrainerClient:
 
     async def state(self, deadline_s: float | None = None) -> TrainerState:
         deadline_s = self.caller.settings.patience_s if deadline_s is None else deadline_s
-        return await self.client.get("/state", TrainerState, deadline_s=deadline_s)
+        return await self.client.get("/state", TrainerState, deadline_s=deadline_s, beside=True)
 
     @tracks_call("trainer", "training a step", "train")
     async def train_step(

@@ -35,6 +35,7 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http.client import Client
+from shared.http.connecting import Presence
 from shared.job import SyncMethod
 from shared.wire import (
     AbortRequest,
@@ -83,7 +84,7 @@ class Pool:
         self._keeper: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[None]] = set()
         self.samplers: dict[str, Sampler] = {}
-        caller.status.num_samplers = lambda: len(self.samplers)
+        caller.status.serving = self._presences
         self.given_up: set[SyncMethod] = set()
 
     async def open(self, spec: ModelRequest) -> None:
@@ -128,6 +129,10 @@ class Pool:
     def up(self) -> list[Sampler]:
         """Returns the samplers that serve the weights published last."""
         return [sampler for sampler in self.samplers.values() if sampler.up]
+
+    def _presences(self) -> set[Presence]:
+        """Returns the presence of each sampler that is up, or of all while none is."""
+        return {sampler.client.presence for sampler in self.up() or self.samplers.values()}
 
     def one(self) -> Client:
         """Returns the client of a sampler, which is up if any is. Raises Unavailable if there is no

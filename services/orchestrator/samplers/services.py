@@ -123,7 +123,8 @@ class JobSamplers:
 
     async def state(self, deadline_s: float) -> ServingWeights:
         """Returns what a sampler says of itself."""
-        return await self.pool.one().get("/weights", ServingWeights, deadline_s=deadline_s)
+        client = self.pool.one()
+        return await client.get("/weights", ServingWeights, deadline_s=deadline_s, beside=True)
 
     @tracks_call("rollout", "sampling a group", "generate")
     async def sample(

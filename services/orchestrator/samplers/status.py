@@ -39,8 +39,8 @@ class AttemptStatus:
     """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `details`
     are services' messages while a stage `loads` the job. `missing` says, as a sentence, what the
     job needs and lacks. `unreachable` has an entry of each client whose service is unreachable; the
-    sampler service is once all samplers are, of which there are `num_samplers()`. `progress_at` is
-    the time of the last answer."""
+    sampler service is once all samplers are that serve the job, those of `serving()`. `progress_at`
+    is the time of the last answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,7 +52,7 @@ class AttemptStatus:
         self._num_steps, self._measured_since = 0, (0, 0.0)
         self._missing_since: float | None = None
         self.unreachable = dict[Presence, Absence]()
-        self.num_samplers: Callable[[], int] = lambda: 1
+        self.serving: Callable[[], set[Presence]] = set
         self.progress_at = clock()
         self.begin("beginning")
 
@@ -81,10 +81,10 @@ class AttemptStatus:
     def unreachable_since(self, who: str) -> float | None:
         """Returns since when (Unix time) a service, as "the trainer service", is unreachable; None
         if it is not."""
-        times = [absence.at for absence in self.unreachable.values() if absence.who == who]
+        times = {one: away.at for one, away in self.unreachable.items() if away.who == who}
         if who == SAMPLERS:
-            return max(times) if times and len(times) >= self.num_samplers() else None
-        return min(times, default=None)
+            return max(times.values()) if times and times.keys() >= self.serving() else None
+        return min(times.values(), default=None)
 
     def _away(self) -> list[str]:
         names = sorted({absence.who for absence in self.unreachable.values()})

@@ -32,7 +32,7 @@ from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
 from services.reward.grading.limited.pool import LimitedPool, NoValue
 from services.reward.grading.reasoning import strip_reasoning
 from services.reward.job_code.functions import FunctionWorkers
-from services.reward.sandbox.base import Sandbox
+from services.reward.sandbox.base import Sandbox, waiting
 from shared.documented import Documented
 from shared.errors import BadRequest
 from shared.explain import closest, nearest, sentences
@@ -232,10 +232,12 @@ class ItemGrader(Grader[P]):
 
 
 async def in_thread_if_long(read: Callable[[ScoreItem], T], item: ScoreItem) -> T:
-    """Returns `read(item)`, computed in a thread if the item's completion is long."""
+    """Returns `read(item)`, computed in a thread if the item's completion is long. A call's
+    deadline stops there: that threads are busy, or wait for a disk, is no text's doing."""
     if len(item.completion) < LONG_CHARS:
         return read(item)
-    return await asyncio.to_thread(read, item)
+    with waiting.get()():
+        return await asyncio.to_thread(read, item)
 
 
 def right_or_wrong(right: bool, detail: str = "", stdout: str = "") -> Part:

@@ -91,8 +91,16 @@ def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
     assert listed_of(facts({}, record=running)).well
 
 
-def test_of_a_very_long_run_the_first_200_and_the_last_2000_rows_are_read() -> None:
-    rows = [MetricsRow(step=step, metrics={}) for step in range(15_000)]
+def test_of_a_very_long_run_a_bounded_number_of_rows_is_read() -> None:
+    """Of the middle too: what fell there is a finding, and evaluations are not skipped."""
+    rewards = [min(step, 1_000) / 1_000 if step < 2_000 else 0.2 for step in range(1, 15_001)]
+    rows = [
+        MetricsRow(step=step, metrics={"reward": reward}) for step, reward in enumerate(rewards, 1)
+    ]
+    rows[6_543] = MetricsRow(step=6_544, metrics={"reward": 0.2, "eval/reward": 0.2})
     folder = Mock(metrics=lambda: rows, batch_steps=list, syncs=list)
-    steps = [row.step for row in of_folder(cast(Any, folder), job_records.JOB).rows]
-    assert steps == [*range(200), *range(13_000, 15_000)]
+    snapshot = of_folder(cast(Any, folder), job_records.JOB)
+    steps = [row.step for row in snapshot.rows]
+    assert steps[:200] == [*range(1, 201)] and steps[-2000:] == [*range(13_001, 15_001)]
+    assert len(steps) <= 3_200 and sorted(set(steps)) == steps and 6_544 in steps
+    assert codes(snapshot) == ["reward_fell"]

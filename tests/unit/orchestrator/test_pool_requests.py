@@ -14,7 +14,9 @@ from services.orchestrator.samplers.admission import choose
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Sampler
 from services.orchestrator.samplers.status import Caller
+from services.orchestrator.samplers.transport import client_to
 from shared.errors import Failed, HoneError, StateLost, Unavailable
+from shared.http.connecting import Absence
 from shared.settings import Settings
 from shared.wire import (
     Aborted,
@@ -186,3 +188,21 @@ def test_the_least_loaded_sampler_with_room_is_chosen_of_those_that_take_groups(
         assert choose([away, half]) is half
     less.end("it died")
     assert choose([full, half, less]) is half
+
+
+async def test_a_sampler_that_is_out_does_not_hide_that_the_last_one_is_unreachable() -> None:
+    caller = Caller(JOB, Settings(rollout_url="http://r0:1,http://r1:1"))
+    pool, who = Pool(caller), "the rollout service"
+    pool.samplers = {
+        url: Sampler(client_to("rollout", url, caller, reports=False), up=True)
+        for url in caller.settings.rollout_urls
+    }
+    first, second = pool.samplers.values()
+    second.end("it does not answer")
+    caller.status.unreachable[second.client.presence] = Absence(who, 100.0, is_told=False)
+    assert caller.status.unreachable_since(who) is None, "the first one serves"
+    del caller.status.unreachable[second.client.presence]
+    caller.status.unreachable[first.client.presence] = Absence(who, 130.0, is_told=False)
+    assert caller.status.unreachable_since(who) == 130
+    await pool.close()
+    assert not caller.status.unreachable

@@ -45,11 +45,11 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
 
 
 def test_of_several_samplers_all_are_away_before_their_service_is() -> None:
-    status = AttemptStatus()
-    status.num_samplers = lambda: 2
-    status.unreachable[client()] = Absence("the rollout service", 100.0, is_told=False)
+    status, first, second = AttemptStatus(), client(), client()
+    status.serving = lambda: {first, second}
+    status.unreachable[first] = Absence("the rollout service", 100.0, is_told=False)
     assert status.waits() is None and status.unreachable_since("the rollout service") is None
-    status.unreachable[client()] = Absence("the rollout service", 130.0, is_told=False)
+    status.unreachable[second] = Absence("the rollout service", 130.0, is_told=False)
     assert status.unreachable_since("the rollout service") == 130
     assert str(status.waits()).startswith("the rollout service is unreachable since 00:02:10 UTC")
 

@@ -4,13 +4,15 @@ failure becomes."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
 
-from services.reward.grading import calling, scoring
+from services.reward.grading import calling, registry, scoring
 from services.reward.grading.calling import key_of
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.registry import Grader, Params, grader
@@ -147,6 +149,24 @@ async def test_a_grader_that_fails_gives_missing_rewards_with_a_reason(
     (part,) = await parts(scorer(), "a", how=how, deadline_s=deadline_s)
     assert (part.value, part.verdict, part.detail, part.errors) == (None, "error", detail, (flag,))
     assert part.seconds > 0
+
+
+async def test_a_long_text_that_waits_for_a_thread_is_not_blamed_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that wait for a disk are the host's doing: no 0 for the text."""
+    monkeypatch.setattr(registry.kind_of("exact_match"), "deadline_s", 0.1)
+    loop, over = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    hung = loop.run_in_executor(None, over.wait)
+    texts = ("5", "5" + " " * 20_000)
+    items = tuple(ScoreItem(prompt="", completion=text, row={"right": "5"}) for text in texts)
+    reward = RewardSpec(grader="exact_match", params={"column": "right"})
+    grading = asyncio.create_task(scorer().score(ScoreRequest(items=items, rewards=(reward,))))
+    await asyncio.sleep(0.3)
+    over.set()
+    assert await hung
+    assert [score.value for score in (await grading).scores] == [1.0, 1.0]
 
 
 async def test_only_a_broken_service_ends_the_request() -> None:

@@ -14,7 +14,7 @@ import pytest
 from services.rollout.rl_routes import PauseState
 from services.rollout.weights.copies import Fetcher
 from shared.errors import Busy, HoneError, NotFound, Unavailable
-from shared.host.logs import of_job, of_request
+from shared.host.logs import bind, of_request
 from shared.http import codec
 from shared.http.client import Client
 from shared.http.rendering import problem
@@ -175,7 +175,7 @@ async def test_a_call_carries_the_id_of_the_request_or_job_that_it_is_made_for()
         await call()
         with of_request("abc-1"):
             await call()
-        of_job("demo-0k2m")
+        bind(job="demo-0k2m")
         await call()
     assert len(set(seen)) == 4 and len(seen[0]) == 16
     assert seen[2] == "abc-1" and seen[3].startswith("demo-0k2m.")

@@ -82,3 +82,13 @@ async def test_a_caller_is_woken_although_another_one_gave_up() -> None:
     poller.over.set()
     await asyncio.wait_for(second, 5)
     await poller.close()
+
+
+async def test_a_service_that_waits_for_another_one_is_back(told: list[str]) -> None:
+    shared = dict[Presence, Absence]()
+    trainer = presence(told, "trainer", shared)
+    await trainer.missed(time.monotonic() - 10, "no connection")
+    await trainer.missed(time.monotonic() - 10, "no Hub", HUB)
+    await trainer.heard()
+    assert told[1:2] == ["the trainer service is back after 10 s"]
+    assert told[3:] == [f"{HUB} is back after 10 s"] and not shared

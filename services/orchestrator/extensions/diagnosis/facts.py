@@ -40,9 +40,8 @@ STEADY = 0.8
 """Share of the steps since a finding began that have to show it: one good step among five does not
 begin it again."""
 
-FIRST_ROWS, LAST_ROWS = 200, 2000
-"""Rows of a very long run that are read, from its beginning and its end: enough for all windows,
-and a bound of the memory and time of its checks."""
+FIRST_ROWS, MIDDLE_ROWS, LAST_ROWS = 200, 1000, 2000
+"""Most rows that are read of a run's beginning, middle and end: a bound of memory and time."""
 
 LEAST_CHANGE = 0.05
 """Share of the full mark by which held-out rewards without a confidence interval have to differ."""
@@ -183,10 +182,16 @@ class RunSnapshot:
 
 def of_folder(folder: RunFolder, job: Job) -> RunSnapshot:
     """Returns the facts that the run folder has: its rows and its newest batch."""
-    rows = folder.metrics()
-    if len(rows) > FIRST_ROWS + LAST_ROWS:
-        rows = [*rows[:FIRST_ROWS], *rows[-LAST_ROWS:]]
-    return RunSnapshot(job, rows, _newest_graded(folder), folder.syncs())
+    return RunSnapshot(job, _bounded(folder.metrics()), _newest_graded(folder), folder.syncs())
+
+
+def _bounded(rows: Sequence[MetricsRow]) -> list[MetricsRow]:
+    """Returns the rows, of each part of the middle the one with the most metrics: evaluations."""
+    middle = rows[FIRST_ROWS:-LAST_ROWS]
+    size = math.ceil(len(middle) / MIDDLE_ROWS) or 1
+    parts = (middle[at : at + size] for at in range(0, len(middle), size))
+    chosen = (max(part, key=lambda row: len(row.metrics)) for part in parts)
+    return [*rows[:FIRST_ROWS], *chosen, *rows[FIRST_ROWS:][-LAST_ROWS:]]
 
 
 def _newest_graded(folder: RunFolder) -> Batch | None:
