@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 
 import pytest
@@ -69,8 +70,11 @@ async def test_polls_that_land_elsewhere_lose_no_work_and_do_not_flood(
             )
             for key in keys
         ]
+        start = time.monotonic()
         await asyncio.sleep(1.0)
-        asked = sum(worker.num_requests() for worker in workers)
+        while not (asked := sum(worker.num_requests() for worker in workers)):
+            await asyncio.sleep(0.1)  # a busy machine has answered nothing yet
+        seconds = time.monotonic() - start
         for worker in workers:
             worker.may_end.set()
         answers = await asyncio.gather(*calls)
@@ -78,4 +82,4 @@ async def test_polls_that_land_elsewhere_lose_no_work_and_do_not_flood(
         await worker.stop()
     assert [answer.num_requests for answer in answers] == [1] * count
     assert all(worker.done[key] <= 1 for worker in workers for key in keys)
-    assert 0 < asked <= 25 * count
+    assert asked <= 25 * count * seconds
