@@ -178,7 +178,7 @@ class TrainerClient:
         patience_s: float | None = None,
     ) -> W:
         """Returns the answer to a command, which may wait for one of each other job that shares the
-        trainer. `deadline_s` None: that of a step."""
+        trainer. Without `deadline_s` it is `HONE_OPERATION_DEADLINE_S`."""
         settings = self.caller.settings
         others = settings.places - 1 if self.caller.job.shares_as else 0
         deadline_s = deadline_s or settings.operation_deadline_s

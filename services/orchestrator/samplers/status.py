@@ -38,9 +38,9 @@ P = ParamSpec("P")
 class AttemptStatus:
     """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `details`
     are services' messages while a stage `loads` the job. `missing` says, as a sentence, what the
-    job needs and lacks. `unreachable` has an entry of each client whose service is unreachable; the
-    sampler service is once all samplers are that serve the job, those of `serving()`. `progress_at`
-    is the time of the last answer."""
+    job needs and lacks. `unreachable` has an entry of each client whose service is unreachable. The
+    rollout service counts as unreachable once all samplers of `serving()`, which serve the job, are
+    unreachable. `progress_at` is the time of the last answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -76,7 +76,7 @@ class Denominators:
 
 
 Spec = TrainingSpec | TokenLoss
-"""The name of a loss and its constants: a job's, or those of a program's call."""
+"""The name of a loss and its constants, from a job or from a program's call."""
 
 
 @dataclass(frozen=True)
