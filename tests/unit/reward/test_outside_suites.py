@@ -115,6 +115,9 @@ CASES: dict[str, list[tuple[str, str, float]]] = {
     "what a sentence states": [
         ("84 is larger than 74.", "84", 1),
         ("84 is larger than 74.", "74", 0),
+        ("84 is larger, 74 is larger.", "84", 0),
+        ("84 is the larger number and 74 is the larger number.", "84", 0),
+        ("84 is larger than 74, and 74 is smaller than 84.", "84", 1),
         ("84 > 74", "84", 1),
         ("84 > 74", "74", 0),
         ("Kylar needs to pay $64 for 16 glasses.", "64", 1),

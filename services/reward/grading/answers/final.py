@@ -122,6 +122,9 @@ _SUBJECT = re.compile(
 )
 """A number of which the sentence says something, and by that states it: 84 is larger than 74."""
 
+_SAID = re.compile(r"\s+(?:is|are|was|were|would be)\s+(?:(?:the|an?)\s+)?(\w+)")
+"""The first word that is said of a number."""
+
 _COMPARED = re.compile(r"[<>]|\\(?:le|ge|lt|gt)q?(?![A-Za-z])")
 _AMONG = re.compile(
     r"(?<=\d)((?: [a-z]+)?) (?:for|in|over|after|within|during) (?:(?:the|all|his|her|their|these"
@@ -268,7 +271,7 @@ def stated_number(text: str) -> str | None:
         if subject := _SUBJECT.search(cleaned):
             described, stated = subject[1].rstrip(".,"), _stated_in(cleaned, is_first=False)
             values = [found and found.value for found in map(number, (described, stated or ""))]
-            if subject[2]:
+            if subject[2] or _says_the_same_of_two(cleaned):
                 return None
             return stated if values[0] == values[1] else described
         return None if _OPERATION.search(cleaned) else _stated_in(cleaned, is_first=False)
@@ -278,6 +281,17 @@ def stated_number(text: str) -> str | None:
     if not is_first and _OPERATION.search(rest):
         return None
     return _stated_in(rest, is_first=is_first)
+
+
+def _says_the_same_of_two(sentence: str) -> bool:
+    """Returns whether one thing is said of two numbers, as in 59 is larger, 31 is larger."""
+    said: dict[str, str] = {}
+    for subject in _SUBJECT.finditer(sentence):
+        given = subject[1].rstrip(".,")
+        word = _SAID.match(sentence, subject.end(1))
+        if word and said.setdefault(word[1].lower(), given) != given:
+            return True
+    return False
 
 
 def _kept(sentences: list[str]) -> list[str]:
