@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 NO_PARTS = ("peak_gib", "host_gib", "least_cache_gib")
 """Fields of a plan's memory that have lines of their own."""
 
+IN_TURN = ("activations_gib", "logits_gib", "update_gib", "buffers_gib")
+"""Parts of a trainer's memory that are not all held at the same time."""
+
 LESS_MEMORY = (
     "less memory: a smaller memory.micro_batch_tokens or max_model_len; gradient_checkpointing, "
     "zero_stage = 3 on several GPUs or offload_optimizer of [memory]; or [lora] (try with --set)"
@@ -78,13 +81,15 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"  trainer, {each}: needs {needed:.1f} GiB and has {room:.1f}, {how} gradient "
         "checkpointing"
     )
-    yield f"    {_memory_parts(place.trainer)}"
+    steady, in_turn = _parts(place.trainer, without=IN_TURN), _parts(place.trainer, only=IN_TURN)
+    yield f"    always: {_sizes(steady)}"
+    yield f"    at most {needed - sum(steady.values()):.1f} at once: {_sizes(in_turn)}"
     if place.trainer.host_gib:
         yield f"    and {place.trainer.host_gib:.1f} GiB of host memory for each rank, not checked"
     needed, room = place.sampler.least_gib, place.sampler_room_gib
     yield f"  sampler, {each}: needs at least {needed:.1f} GiB and has {room:.1f}"
     yield (
-        f"    {_memory_parts(place.sampler)} (for {place.sampler.sequences} sequences at once, "
+        f"    {_sizes(_parts(place.sampler))} (for {place.sampler.sequences} sequences at once, "
         f"{place.sampler.cache_bytes_per_token:,} bytes per token)"
     )
     if place.time is not None:
@@ -138,13 +143,18 @@ def _hours(hours: float) -> str:
     return {0: "less than a minute", 1: "1 minute"}.get(minutes, f"{minutes} minutes")
 
 
-def _memory_parts(memory: TrainerMemory | SamplerMemory) -> str:
-    sizes = {
+def _parts(
+    memory: TrainerMemory | SamplerMemory, only: Sequence[str] = (), without: Sequence[str] = ()
+) -> dict[str, float]:
+    return {
         name.removesuffix("_gib"): gib
         for name, gib in memory.model_dump().items()
-        if name.endswith("_gib") and name not in NO_PARTS
+        if name.endswith("_gib") and name not in (*NO_PARTS, *without) and name in (only or (name,))
     }
-    return ", ".join(f"{name} {gib:.1f}" for name, gib in sizes.items() if gib >= 0.05)
+
+
+def _sizes(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
 
 
 def _other(place: Placement) -> str:

@@ -296,16 +296,14 @@ def columns_of(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
 
 
 def metrics_table(rows: Iterable[MetricsRow], columns: Mapping[str, str]) -> Table:
-    """Returns the table of the metrics `columns`, by their headings."""
+    """Returns the table of the metrics `columns`, by their headings, without rows that have none of
+    them, as step 0 does where only the evaluation of the untrained model was stored."""
     table = Table("step", *columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(
-            str(row.step),
-            *(
-                f"{row.metrics[name]:.4g}" if name in row.metrics else ""
-                for name in columns.values()
-            ),
-        )
+        values = [row.metrics.get(name) for name in columns.values()]
+        if any(value is not None for value in values):
+            cells = ("" if value is None else f"{value:.4g}" for value in values)
+            table.add_row(str(row.step), *cells)
     return table
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 10_020,
+    "hone": 10_030,
     "shared": 13_850,
     "services/orchestrator/api": 1_610,
     "services/orchestrator/data": 2_800,
@@ -24,7 +24,7 @@ LINES = {
     "services/orchestrator/jobs": 3_070,
     "services/orchestrator/samplers": 2_840,
     "services/orchestrator/store": 3_110,
-    "services/reward": 14_590,
+    "services/reward": 14_610,
     "services/rollout": 5_820,
     "services/trainer": 10_380,
     "bench": 4_180,

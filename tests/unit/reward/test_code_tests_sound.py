@@ -201,6 +201,9 @@ async def test_what_failed_is_told_where_asserts_have_no_message(sandbox: LocalS
         "assert all([same(f(7), 8), same(f(8), 9)])",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
         "        self.assertTrue(same(f(7), 8))\nunittest.main()",
+        "r = f(7)\nassert same(r, 8)",
+        "assert all(same(r, 8) for r in [f(7)])",
+        "for a, b in zip(f(7), [8]):\n    assert same(a, b)",
     ],
 )
 def test_a_program_does_not_judge_itself_however_its_judge_is_asserted(test: str) -> None:

@@ -201,6 +201,7 @@ def _compared(tree: ast.Module, names: frozenset[str]) -> str | None:
 def _judge(tree: ast.Module, names: frozenset[str]) -> str | None:
     """Returns a function that the tests call only on results of other functions, as a judge of
     them, and never on data."""
+    results = names | _variables_of(tree, names)
     tests: list[ast.expr] = []
     for node in ast.walk(tree):
         tests += [node.test] if isinstance(node, ast.Assert) else []
@@ -208,12 +209,12 @@ def _judge(tree: ast.Module, names: frozenset[str]) -> str | None:
     judges = [
         name
         for condition in (one for test in tests for one in _conditions(test))
-        if (name := _called(condition)) in names and (_of_arguments(condition) & names) - {name}
+        if (name := _called(condition)) in names and (_of_arguments(condition) & results) - {name}
     ]
     if not judges:
         return None
     asserted = [node for test in tests for node in ast.walk(test)]
-    tested = {_called(node) for node in asserted if not _of_arguments(node) & names}
+    tested = {_called(node) for node in asserted if not _of_arguments(node) & results}
     return next((name for name in judges if name not in tested), None)
 
 
@@ -256,11 +257,35 @@ def _called(node: ast.AST) -> str:
 
 
 def _of_arguments(node: ast.AST) -> set[str]:
-    """Returns the names that are called in a call's arguments."""
+    """Returns the names that are called in a call's arguments, and the variables there."""
     if not isinstance(node, ast.Call):
         return set()
     parts = [*node.args, *(one.value for one in node.keywords)]
-    return {_called(inner) for part in parts for inner in ast.walk(part)} - {""}
+    inner = [each for part in parts for each in ast.walk(part)]
+    functions = {id(each.func) for each in inner if isinstance(each, ast.Call)}
+    variables = {e.id for e in inner if isinstance(e, ast.Name) and id(e) not in functions}
+    return ({_called(each) for each in inner} | variables) - {""}
+
+
+def _variables_of(tree: ast.Module, names: frozenset[str]) -> frozenset[str]:
+    """Returns the variables that are assigned what functions of `names` return, or a part of it."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets, value=assigned):
+                pass
+            case (
+                ast.AnnAssign(target=target, value=ast.expr() as assigned)
+                | ast.NamedExpr(target=target, value=assigned)
+                | ast.For(target=target, iter=assigned)
+                | ast.comprehension(target=target, iter=assigned)
+            ):
+                targets = [target]
+            case _:
+                continue
+        if {_called(part) for part in ast.walk(assigned)} & names:
+            found |= {name for each in targets for name in bound_names(each)}
+    return frozenset(found)
 
 
 def calls_for_check(tree: ast.Module) -> bool:

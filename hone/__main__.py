@@ -1,0 +1,5 @@
+"""`python -m hone`."""
+
+from hone.cli import main
+
+main()
