@@ -24,7 +24,7 @@ LINES = {
     "services/orchestrator/jobs": 3_070,
     "services/orchestrator/samplers": 2_840,
     "services/orchestrator/store": 3_110,
-    "services/reward": 14_610,
+    "services/reward": 14_620,
     "services/rollout": 5_820,
     "services/trainer": 10_380,
     "bench": 4_180,
