@@ -120,7 +120,7 @@ def check_trained_with_stable_reinforce(stack: AgentStack, rows: list[dict[str, 
 
 
 @pytest.mark.usefixtures("taught")
-def test_rl_loop_goes_on_from_a_checkpoint_and_learns(
+def test_rl_loop_continues_from_a_checkpoint_and_learns(
     recipes: Recipes, agent_stack: AgentStack
 ) -> None:
     """It finds the checkpoint in its own log, as after a break."""

@@ -78,7 +78,7 @@ async def test_each_rollout_of_a_first_turn_is_a_message_with_its_calls(
     assert (group.forked, group.overlong, group.replica) == ("", False, "here:1")
 
 
-async def test_another_sampler_goes_on_after_the_tokens_that_were_sampled(
+async def test_another_sampler_continues_after_the_tokens_that_were_sampled(
     bench: RolloutBench, tmp_path: Path
 ) -> None:
     first = await turn(bench, sampled(f"a{call(2, 3)}{call(4, 5)}"))

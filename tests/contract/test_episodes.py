@@ -696,7 +696,7 @@ async def test_a_step_of_an_ended_episode_starts_no_process() -> None:
             ours.recv(1)
 
 
-async def test_an_episode_that_nobody_steps_is_ended(client: Client) -> None:
+async def test_an_episode_that_no_one_steps_is_ended(client: Client) -> None:
     episode = Episode(client, env(GUESS, episode_s=0.3), "idle", "idle")
     await episode.open(secret=1)
     await asyncio.sleep(0.5)

@@ -95,7 +95,7 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
     assert curve.startswith("first\n") and "step 2" in curve and "●" in curve
 
 
-def test_the_skill_for_coding_agents_works_as_it_is_written(here: Path) -> None:
+def test_the_skill_for_coding_agents_works_as_written(here: Path) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", SKILL.read_text(), re.DOTALL)
     commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
     assert {command[0] for command in commands} == {"hone"}

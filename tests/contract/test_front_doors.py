@@ -65,7 +65,7 @@ async def test_a_call_that_outlives_many_legs_is_done_once(settings: Settings, w
     assert not door.seen[400], "no POST to where a 303 leads"
 
 
-async def test_a_front_door_that_is_shown_no_proxy_token_lets_nobody_in(
+async def test_a_front_door_that_is_shown_no_proxy_token_lets_no_one_in(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HONE_MODAL_KEY")

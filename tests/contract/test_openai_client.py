@@ -115,7 +115,7 @@ async def test_a_job_is_submitted_followed_and_listed(client: openai.AsyncOpenAI
     await ended(client, other.id)
 
 
-async def test_a_list_of_checkpoints_goes_on_after_one_that_was_removed(
+async def test_a_list_of_checkpoints_continues_after_one_that_was_removed(
     stack: Stack, client: openai.AsyncOpenAI, tmp_path: Path
 ) -> None:
     job = await ended(client, (await create(client)).id)
@@ -135,7 +135,7 @@ async def test_a_list_of_checkpoints_goes_on_after_one_that_was_removed(
         await listed(job.id, after=f"ftckpt-{job.id}-99")
 
 
-async def test_a_list_goes_on_past_records_that_cannot_be_read(
+async def test_a_list_continues_past_records_that_cannot_be_read(
     stack: Stack, client: openai.AsyncOpenAI
 ):
     ids = [(await create(client)).id for _ in range(4)]
@@ -385,7 +385,7 @@ async def test_while_a_sampler_starts_the_call_is_told_so_and_since_when(
         )
 
 
-async def test_a_call_ends_at_the_sampler_when_its_client_goes_away(stack: Stack):
+async def test_a_call_ends_at_the_sampler_when_its_client_disconnects(stack: Stack):
     began, ended = asyncio.Event(), asyncio.Event()
     app = stack.fakes.service("rollout").app
 

@@ -171,7 +171,7 @@ async def test_uploads_beyond_the_quota_are_refused_and_leave_nothing(
         assert (await upload(http, b"y" * 6000)).status_code == 200
 
 
-async def test_nobody_else_waits_for_an_upload_that_waits(
+async def test_no_one_else_waits_for_an_upload_that_waits(
     settings: Settings, redis_url: str
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))

@@ -122,7 +122,9 @@ async def test_an_engine_that_dies_in_the_middle_of_a_sync_is_loaded_again(
 FULL = Failed("no space to write '/runs/x'", code="disk_full")
 
 
-async def test_a_full_disk_pauses_the_job_and_it_goes_on_once_there_is_space(stack: Stack) -> None:
+async def test_a_full_disk_pauses_the_job_and_it_continues_once_there_is_space(
+    stack: Stack,
+) -> None:
     stack.fakes.fault["checkpoint"] = first(1_000_000, lambda _: True, raising(FULL))
     job_id = (await stack.submit()).id
     paused = await stack.until(job_id, "paused", "failed")
@@ -230,7 +232,7 @@ async def test_a_prompt_that_cannot_be_sampled_is_counted_and_stops_nothing(stac
 # --- W&B
 
 
-async def test_a_wandb_that_is_away_costs_two_warnings_and_no_job(
+async def test_a_wandb_that_is_unreachable_costs_two_warnings_and_no_job(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
@@ -372,7 +374,7 @@ async def test_what_a_stopped_job_has_under_way_is_aborted(stack: Stack, action:
     stack.fakes.fault.clear()
 
 
-async def test_a_sampler_that_cannot_abort_keeps_nobody_waiting(stack: Stack) -> None:
+async def test_a_sampler_that_cannot_abort_keeps_no_one_waiting(stack: Stack) -> None:
     stack.fakes.fault["abort"] = first(9, lambda _: True, raising(Failed("no")))
     assert (await stack.until((await stack.submit()).id)).status == "succeeded"
     assert (await stack.until((await stack.submit()).id)).status == "succeeded"

@@ -272,7 +272,7 @@ async def test_a_download_that_brings_nothing_ends(
     assert not (tmp_path / "config.json.part").exists()
 
 
-async def test_a_download_goes_on_where_it_was_cut_and_keeps_only_right_bytes(
+async def test_a_download_continues_where_it_was_cut_and_keeps_only_right_bytes(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, step, _ = await with_checkpoint(stack)

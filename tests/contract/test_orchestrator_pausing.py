@@ -41,7 +41,7 @@ class Gate:
         self._open.set()
 
 
-async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Stack) -> None:
+async def test_a_paused_job_frees_the_worker_and_continues_where_it_was(stack: Stack) -> None:
     stack.fakes.remembers_jobs = True
     gate = Gate(stack.fakes, "train_step", 4)
     first = (await stack.submit()).id
@@ -157,7 +157,7 @@ async def test_a_job_is_paused_only_once_nothing_of_it_is_written_any_more(
     assert [row.step for row in stack.folder(job_id).metrics()] == list(range(9))
 
 
-async def test_a_paused_job_goes_on_with_other_memory_settings_and_steps(stack: Stack) -> None:
+async def test_a_paused_job_continues_with_other_memory_settings_and_steps(stack: Stack) -> None:
     gate = Gate(stack.fakes, "train_step", 4)
     job_id = (await stack.submit()).id
     await gate.reached.wait()
@@ -183,7 +183,7 @@ async def test_a_paused_job_goes_on_with_other_memory_settings_and_steps(stack: 
 
 
 @pytest.mark.parametrize("kept", [3, 0])
-async def test_a_job_goes_on_whose_metrics_were_lost(stack: Stack, kept: int) -> None:
+async def test_a_job_continues_whose_metrics_were_lost(stack: Stack, kept: int) -> None:
     """The trainer, at step 5, would refuse the step after the last row for ever."""
     gate = Gate(stack.fakes, "train_step", 6)
     job_id = (await stack.submit()).id

@@ -147,7 +147,7 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 
-async def test_progress_counts_recoveries_anew(stack: Stack) -> None:
+async def test_progress_counts_recoveries_again(stack: Stack) -> None:
     """Five failures, each after a step that was not done before: more than are allowed in a row."""
     seen: set[int] = set()
 
@@ -207,7 +207,7 @@ async def test_a_service_that_cannot_work_at_the_start_is_waited_for(
     assert (done.status, done.attempts, done.waits) == ("succeeded", 1, None)
 
 
-async def test_a_job_whose_service_stays_away_pauses_once_the_operator_says_so(
+async def test_a_job_whose_service_stays_unreachable_pauses_once_the_operator_says_so(
     stack: Stack,
 ) -> None:
     stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=1.0)
@@ -217,7 +217,7 @@ async def test_a_job_whose_service_stays_away_pauses_once_the_operator_says_so(
     assert paused.error.startswith("the service has no GPU; it has waited for 1 s, ")
 
 
-async def test_a_reward_service_that_stays_away_is_waited_for_once_as_long_as_may_be(
+async def test_a_reward_service_that_stays_unreachable_is_waited_for_once(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "AWAY_S", 0.2)
@@ -247,7 +247,7 @@ async def test_a_reward_service_that_is_slow_to_check_a_job_that_begins_is_waite
     assert (done.status, done.recoveries, done.error) == ("succeeded", 3, None)
 
 
-async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_time(
+async def test_a_reward_service_that_is_unreachable_in_the_middle_costs_nothing_but_time(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than a call is patient: what was sampled is graded then."""
@@ -263,7 +263,7 @@ async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_tim
     assert (done.status, done.recoveries, stack.fakes.calls["model"]) == ("succeeded", 0, 1)
 
 
-async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
+async def test_followers_are_told_who_is_unreachable_since_when_and_who_is_back(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "AWAY_S", 0.2)
@@ -279,7 +279,7 @@ async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
 
 
 @pytest.mark.parametrize("route", ["job", "model"])
-async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
+async def test_a_hub_that_is_unreachable_is_named_and_not_the_service_that_asks_it(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     """Though the service answers meanwhile what it does."""

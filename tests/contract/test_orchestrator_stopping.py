@@ -105,7 +105,7 @@ async def test_a_target_that_is_met_by_the_last_step_is_no_early_end(stack: Stac
     assert record.summary is not None and record.summary["stopped"] is None
 
 
-async def test_a_job_that_has_met_its_target_trains_no_further_when_it_goes_on(
+async def test_a_job_that_has_met_its_target_trains_no_further_when_it_continues(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is cut off between its last row and its summary."""
@@ -152,7 +152,7 @@ async def test_tokens_of_replaced_groups_are_counted(stack: Stack) -> None:
     assert len(batch.dropped_prompts) == 6 and len(of_both) == 12
 
 
-async def test_a_budget_goes_on_counting_and_can_be_raised(stack: Stack) -> None:
+async def test_a_budget_continues_counting_and_can_be_raised(stack: Stack) -> None:
     job = changed(stack.job, stop={"max_tokens": 100})
     id = (await paused_within(stack, "train_step", job, when=lambda body: body.step == 3)).id
     await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=200",)))
@@ -233,7 +233,7 @@ async def test_a_paused_job_is_given_no_cost_where_no_price_is_known(stack: Stac
     assert (await stack.get(job_id)).status == "paused"
 
 
-async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(
+async def test_a_job_that_ends_as_it_continues_keeps_its_best_and_is_evaluated(
     stack: Stack,
 ) -> None:
     """Step 2 did best; the budget is lowered while the job is paused after step 3."""

@@ -81,7 +81,7 @@ def reading(job: Job, volume: Path) -> Job:
 
 
 @pytest.mark.parametrize("service", ["trainer", "rollout"])
-async def test_no_job_is_taken_while_a_service_is_away(outage: Outage, service: str) -> None:
+async def test_no_job_is_taken_while_a_service_is_unreachable(outage: Outage, service: str) -> None:
     """Also where there is one trainer only: the queue would drain into paused jobs."""
     stack = outage.stack
     outage.links[service].cut()
@@ -97,7 +97,7 @@ async def test_no_job_is_taken_while_a_service_is_away(outage: Outage, service: 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-async def test_a_running_job_keeps_its_place_while_a_service_is_away(
+async def test_a_running_job_keeps_its_place_while_a_service_is_unreachable(
     outage: Outage, service: str
 ) -> None:
     stack = outage.stack

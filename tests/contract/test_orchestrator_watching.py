@@ -143,7 +143,7 @@ class Redis:
         redis_socket(self._folder).unlink(missing_ok=True)
 
 
-async def test_a_redis_that_is_killed_in_mid_job_and_comes_back_needs_nobody(
+async def test_a_redis_killed_in_mid_job_that_comes_back_needs_no_operator(
     settings: Settings, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "AWAY_S", 0.2)

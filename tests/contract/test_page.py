@@ -137,7 +137,7 @@ async def test_a_page_of_another_site_changes_nothing(http: httpx.AsyncClient) -
     assert (await http.get("/healthz", headers=foreign)).status_code == 200
 
 
-async def test_a_token_that_the_browser_adds_by_itself_is_none(settings: Settings) -> None:
+async def test_a_token_that_the_browser_adds_automatically_is_none(settings: Settings) -> None:
     async with client_of(settings.model_copy(update={"token": SecretStr("secret")})) as http:
         for scheme, status in (("Basic aG9uZTpzZWNyZXQ=", 403), ("Bearer secret", 503)):
             headers = {"authorization": scheme, "origin": "https://example.org"}
@@ -265,7 +265,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
         run_folders([tmp_path])
 
 
-async def test_services_say_what_they_serve_and_since_when_they_are_away(
+async def test_services_say_what_they_serve_and_since_when_they_are_unreachable(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = await stack.until((await stack.submit()).id)

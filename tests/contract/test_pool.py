@@ -207,7 +207,7 @@ async def sent_beside_one_away(pool: Pool, publish: Any) -> list[str]:
     return [event.message for event in await pool.stack.events(record.id)]
 
 
-async def test_what_is_sent_is_also_written_while_a_sampler_is_away(pool: Pool) -> None:
+async def test_what_is_sent_is_also_written_while_a_sampler_is_unreachable(pool: Pool) -> None:
     published: list[tuple[int, str]] = []
 
     async def note(request: Any) -> None:
@@ -443,7 +443,7 @@ async def test_two_samplers_of_one_name_behind_one_url_are_distinguished(pool: P
 
 @pytest.mark.parametrize("count", [1])
 @pytest.mark.parametrize("name", ["r0", "r7"])
-async def test_a_sampler_started_anew_while_it_is_asked_who_it_is_gets_the_model_again(
+async def test_a_sampler_started_again_while_it_is_asked_who_it_is_gets_the_model_again(
     pool: Pool, name: str
 ) -> None:
     """It is no load balancer: what has died does not answer again."""

@@ -454,7 +454,7 @@ async def test_a_program_waits_while_somebody_has_paused_its_model(
     assert dict((await result(stack, answer)).metrics) == {"loss:sum": 2.0}
 
 
-async def test_a_model_whose_samples_are_under_way_is_not_put_away(
+async def test_a_model_whose_samples_are_under_way_is_not_evicted(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driving, "IDLE_S", 0.2)
@@ -542,7 +542,7 @@ async def test_a_gap_of_many_numbers_is_waited_for_once(
     assert time.monotonic() - began < 15, "and not 39 times 2 s"
 
 
-async def test_models_that_wait_for_a_lost_number_do_not_put_each_other_away(
+async def test_models_that_wait_for_a_lost_number_do_not_evict_each_other(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("GAP_S", 1.0), ("IDLE_S", 0.3), ("LOOK_S", 0.1)):
@@ -554,7 +554,7 @@ async def test_models_that_wait_for_a_lost_number_do_not_put_each_other_away(
     assert stack.fakes.calls["job"] <= 3
 
 
-async def test_an_order_of_samples_is_carried_out_though_nobody_asks(stack: Stack) -> None:
+async def test_an_order_of_samples_is_carried_out_though_no_one_asks(stack: Stack) -> None:
     """Another orchestrator may have accepted it, or this one before it died."""
     model = await created(stack)
     session = (await snapshot(stack, model, 1, None))["sampling_session_id"]
@@ -782,7 +782,7 @@ async def test_a_forward_pass_of_another_loss_is_refused(stack: Stack) -> None:
     assert response.status_code == 422 and "expected 'cross_entropy'" in response.json()["detail"]
 
 
-async def test_a_refused_operation_keeps_nobody_waiting(stack: Stack) -> None:
+async def test_a_refused_operation_keeps_no_one_waiting(stack: Stack) -> None:
     model = await created(stack)
     refused = await asked(stack, "forward_backward", call(model, 1, loss="ppo"))
     assert refused.status_code == 422

@@ -452,7 +452,7 @@ async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:
     assert not second.calls and len(first.groups) == 24
 
 
-async def test_while_redis_is_away_the_samplers_are_those_of_before(
+async def test_while_redis_is_unreachable_the_samplers_are_those_of_before(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "LOOK_AT_AWAY_S", 0.01)

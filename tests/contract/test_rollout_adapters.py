@@ -129,7 +129,7 @@ async def test_a_finished_jobs_adapter_is_found_by_its_job_and_stays_for_the_cal
     await until_held(bench, "two/v3-0.0", "one/v4-0.1")
 
 
-async def test_a_job_of_the_same_model_goes_on_with_the_engine_and_its_adapters(
+async def test_a_job_of_the_same_model_continues_with_the_engine_and_its_adapters(
     bench: Bench,
 ) -> None:
     await bench.reload(bench.publish_adapter(3, "one"))

@@ -70,7 +70,7 @@ async def test_without_a_model_the_service_is_ready_and_generate_says_what_to_do
     await assert_lost(bench, "no model is loaded; PUT /model loads one")
 
 
-async def test_while_an_engine_starts_whoever_asks_is_told_to_come_again(
+async def test_while_an_engine_starts_callers_are_told_to_come_again(
     bench: RolloutBench,
 ) -> None:
     bench.may_start.clear()
@@ -136,7 +136,7 @@ async def test_after_a_failed_start_nothing_serves_and_the_next_one_works(
     assert (await serving.put(OTHER)).model == "other"
 
 
-async def test_a_dead_engine_makes_the_service_unready_and_the_same_model_starts_anew(
+async def test_a_dead_engine_makes_the_service_unready_and_the_same_model_starts_again(
     serving: RolloutBench,
 ) -> None:
     serving.engine.dead = True
@@ -463,7 +463,7 @@ async def test_a_rollout_under_way_when_the_engine_is_replaced_is_state_lost(
         await waiting
 
 
-async def test_the_same_model_put_after_a_failed_load_starts_anew(serving: RolloutBench) -> None:
+async def test_the_same_model_put_after_a_failed_load_starts_again(serving: RolloutBench) -> None:
     serving.engine.fail_load = RuntimeError("bus error")
     with pytest.raises(StateLost):
         await serving.reload(serving.publish(2))

@@ -55,7 +55,7 @@ async def test_a_job_is_answered_by_its_own_weights_of_its_own_epoch(serving: Ro
         ((3, 0), "other", "out_of_order"),
     ],
 )
-async def test_whoever_does_not_match_what_serves_is_told_which_way(
+async def test_a_caller_that_does_not_match_what_serves_is_told_which_way(
     serving: RolloutBench, fence: tuple[int, int], job: str, code: str
 ) -> None:
     await assert_refused(serving.generate(**who(fence, job)), code)
@@ -85,7 +85,7 @@ async def test_a_newer_epoch_may_go_back_and_ends_what_the_older_has_under_way(
     await assert_refused(serving.generate(**who((2, 1)), min_version=3), "stale")
 
 
-async def test_a_newer_version_of_the_same_epoch_goes_on_with_what_is_under_way(
+async def test_a_newer_version_of_the_same_epoch_continues_with_what_is_under_way(
     serving: RolloutBench,
 ) -> None:
     waiting = await serving.frozen_generate(**who((2, 1)))
@@ -123,13 +123,13 @@ async def test_of_two_jobs_with_the_same_fence_the_one_loaded_last_is_answered(
     await assert_refused(serving.generate(**who((2, 1))), "out_of_order")
 
 
-async def test_requests_by_hand_go_on_over_another_epoch(serving: RolloutBench) -> None:
+async def test_requests_by_hand_continue_over_another_epoch(serving: RolloutBench) -> None:
     by_hand = await serving.frozen_generate()
     await serving.reload(serving.publish(3, fence=(2, 2)))
     assert (await by_hand).rollouts[0].versions == (5, 3)
 
 
-async def test_a_model_by_hand_fences_nobody(serving: RolloutBench) -> None:
+async def test_a_model_by_hand_fences_no_one(serving: RolloutBench) -> None:
     waiting = await serving.frozen_generate(**who((2, 1)))
     await serving.put(model_of(None, (0, 0)))
     serving.engine.frozen.set()
@@ -199,14 +199,14 @@ async def test_an_abort_touches_no_newer_epoch_and_no_other_job(serving: Rollout
     assert (await waiting).rollouts[0].versions == (5,)
 
 
-async def test_a_job_that_goes_on_after_an_abort_is_answered(serving: RolloutBench) -> None:
+async def test_a_job_that_continues_after_an_abort_is_answered(serving: RolloutBench) -> None:
     await serving.abort("job", 2, 1)
     await serving.put(model_of("job", (4, 1)))
     await serving.reload(serving.publish(5, fence=(4, 1)))
     assert (await serving.generate(**who((4, 1)))).rollouts[0].versions == (5,)
 
 
-async def test_an_aborted_load_is_not_undone_but_serves_nobody(serving: RolloutBench) -> None:
+async def test_an_aborted_load_is_not_undone_but_serves_no_one(serving: RolloutBench) -> None:
     serving.engine.loading.clear()
     loading = asyncio.create_task(serving.reload(serving.publish(6, fence=(2, 1))))
     while "v6" not in serving.engine.calls:
@@ -217,7 +217,7 @@ async def test_an_aborted_load_is_not_undone_but_serves_nobody(serving: RolloutB
     await assert_refused(serving.generate(**who((2, 1))), "stale")
 
 
-async def test_a_client_that_goes_away_leaves_nothing_to_be_ended(serving: RolloutBench) -> None:
+async def test_a_client_that_disconnects_leaves_nothing_to_be_ended(serving: RolloutBench) -> None:
     waiting = await serving.frozen_generate(**who((2, 1)))
     await serving.service.operations.close()
     with pytest.raises(Failed, match="its client went away"):

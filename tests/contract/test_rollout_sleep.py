@@ -136,7 +136,7 @@ async def test_a_model_that_is_asked_for_again_stays_asleep_and_another_one_does
     assert (await serving.generate()).rollouts
 
 
-async def test_a_superseded_job_sends_nobody_to_sleep(serving: RolloutBench) -> None:
+async def test_a_superseded_job_sends_no_one_to_sleep(serving: RolloutBench) -> None:
     await sleep(serving, epoch=2)
     with pytest.raises(Conflict) as caught:
         await sleep(serving, epoch=1)

@@ -267,7 +267,7 @@ async def test_who_knows_that_there_is_room_is_told_again_only_of_a_change(
     await client.close()
 
 
-async def test_a_client_that_goes_away_cancels_nothing(settings: Settings) -> None:
+async def test_a_client_that_disconnects_cancels_nothing(settings: Settings) -> None:
     counter = Counter(settings)
     counter.seconds = 0.2
     client = counter.client()
@@ -354,7 +354,7 @@ async def test_an_unreachable_service_is_named_with_its_address() -> None:
     await client.close()
 
 
-async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(
+async def test_a_service_that_stays_unreachable_is_given_up_long_before_the_deadline(
     settings: Settings,
 ) -> None:
     counter = Counter(settings)

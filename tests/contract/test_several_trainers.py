@@ -114,7 +114,7 @@ async def test_two_jobs_run_at_once_and_others_wait_in_order_and_say_for_what(
         assert len({body.job_id for body in stack.first.trained}) == 1
 
 
-async def test_a_job_goes_on_with_another_trainer_where_it_was(
+async def test_a_job_continues_with_another_trainer_where_it_was(
     settings: Settings, redis_url: str, job: Job
 ) -> None:
     """What the first trainer had is replayed from the run folder."""
@@ -148,7 +148,7 @@ async def test_a_job_goes_on_with_another_trainer_where_it_was(
     assert replayed == [body.examples for body in first.trained] and replayed
 
 
-async def test_a_trainer_that_is_away_takes_no_job_where_there_is_another(
+async def test_a_trainer_that_is_unreachable_takes_no_job_where_there_is_another(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
@@ -231,7 +231,7 @@ async def until_named(store_or_client: Client, job_id: str, count: int) -> JobRe
             await asyncio.sleep(0.02)
 
 
-async def test_a_job_waits_for_a_trainer_that_is_there_whoever_has_it(
+async def test_a_job_waits_for_a_reachable_trainer_that_another_job_has(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fakes = FakeServices(settings)
@@ -254,7 +254,7 @@ async def test_a_job_waits_for_a_trainer_that_is_there_whoever_has_it(
                 assert ended.trainer == resource(there.trainer_url)
 
 
-async def test_a_job_whose_trainer_stays_away_goes_on_with_another_trainer(
+async def test_a_job_whose_trainer_stays_unreachable_continues_with_another_trainer(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = FakeServices(settings), FakeServices(settings)

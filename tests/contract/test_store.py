@@ -251,7 +251,7 @@ async def test_attempts_grow_over_all_jobs_and_over_an_emptied_redis(
     assert (await take(store)).attempt > attempts[-1]
 
 
-async def test_a_lease_that_expired_can_do_nothing_even_if_nobody_took_over(store: Store) -> None:
+async def test_a_lease_that_expired_can_do_nothing_even_if_no_one_took_over(store: Store) -> None:
     job_id = await submit(store)
     lease = await take(store, lease_s=0.2)
     await asyncio.sleep(0.3)
@@ -289,7 +289,7 @@ async def test_beats_keep_a_lease_and_an_older_worker_is_refused(
     assert (await other.get(job_id)).step == 0 and "late" not in await messages(other, job_id)
 
 
-async def test_a_job_that_was_cut_off_goes_on_before_the_next_one(store: Store) -> None:
+async def test_a_job_that_was_cut_off_continues_before_the_next_one(store: Store) -> None:
     ids = [await submit(store) for _ in range(2)]
     assert (await take(store, lease_s=0.1)).job_id == ids[0]
     await asyncio.sleep(0.2)
@@ -404,7 +404,7 @@ async def test_a_job_that_ends_after_the_clock_went_back_is_the_newest_ended(
     await store.close()
 
 
-async def test_a_registration_that_cannot_be_read_stops_nobody(store: Store, raw: Any) -> None:
+async def test_a_registration_that_cannot_be_read_stops_no_other(store: Store, raw: Any) -> None:
     await store.trainers.register("good", "trainer-1", ["s1"], "no answer from caf\u00e9 \ud800")
     await store.trainers.register("other", "trainer-2", ["s2"], None)
     for name, text in {"a": "{", "b": '{"trainer": "t"}', "c": '"t"', "d": r'["\ud800"]'}.items():
@@ -471,9 +471,7 @@ async def test_a_job_that_was_to_be_cancelled_is_not_paused_instead(store: Store
 
 
 @pytest.mark.parametrize(("ask", "status"), [("cancel", "cancelled"), ("pause", "paused")])
-async def test_a_job_that_nobody_has_is_stopped_at_once(
-    store: Store, ask: str, status: str
-) -> None:
+async def test_an_unowned_job_is_stopped_at_once(store: Store, ask: str, status: str) -> None:
     job_id = await submit(store)
     await take(store, lease_s=0.05)
     await asyncio.sleep(0.1)
@@ -482,7 +480,7 @@ async def test_a_job_that_nobody_has_is_stopped_at_once(
     assert await store.take("b", TRAINER, 30) is None
 
 
-async def test_only_a_step_that_was_not_done_before_counts_attempts_anew(
+async def test_only_a_step_that_was_not_done_before_counts_attempts_again(
     store: Store, raw: Any
 ) -> None:
     """A job that kills its worker and the trainer would else be replayed for ever."""
@@ -810,7 +808,7 @@ async def test_a_list_has_the_jobs_that_fit_all_that_is_asked_for(store: Store) 
     assert ([one.id for one in page.jobs], page.next_after) == ([a], None)
 
 
-async def test_a_page_goes_on_after_a_job_that_was_removed_meanwhile(store: Store) -> None:
+async def test_a_page_continues_after_a_job_that_was_removed_meanwhile(store: Store) -> None:
     ids = [await submit(store) for _ in range(6)]
     page = await store.list(None, 2)
     for removed in ids[4:]:  # the jobs of the first page
@@ -886,7 +884,7 @@ async def test_what_is_no_job_does_not_stop_the_queue(store: Store, raw: Any) ->
     assert (await store.delete(ids[1])).id == ids[1]
 
 
-async def test_a_status_of_another_version_is_left_as_it_is(store: Store, raw: Any) -> None:
+async def test_a_status_of_another_version_is_unchanged(store: Store, raw: Any) -> None:
     job_id = await submit(store)
     await raw.hset(keys.job(job_id), "status", "dreaming")
     with pytest.raises(UnreadableRecord, match=r"the record of job .*cannot be read"):
@@ -1029,7 +1027,7 @@ def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
     assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < keys.CALL_TTL_S
 
 
-async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:
+async def test_a_redis_that_is_unreachable_is_unavailable(tmp_path: Path) -> None:
     store = Store(f"unix://{tmp_path}/nothing.sock")
     lease = Lease("demo-1", 1, TRAINER, 1)
     began = time.monotonic()

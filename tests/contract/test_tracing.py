@@ -137,7 +137,7 @@ class Checking:
             assert response.status_code == 200
 
 
-async def test_a_service_goes_on_with_its_callers_trace_and_logs_its_id(
+async def test_a_service_continues_with_its_callers_trace_and_logs_its_id(
     collector: Collector, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.configure("reward", settings)

@@ -169,7 +169,7 @@ async def test_a_body_that_is_wrong_is_a_bad_request(client):
         await call(client, "PUT", "/job", job_request(model="missing"), TrainerState)
 
 
-async def test_a_job_that_comes_back_goes_on_from_its_checkpoint(client, parts):
+async def test_a_job_that_comes_back_continues_from_its_checkpoint(client, parts):
     await call(client, "PUT", "/job", job_request("a"), TrainerState)
     first = await call(client, "POST", "/train_step", step_request(1), StepResult)
     await call(client, "POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint)

@@ -105,7 +105,7 @@ async def test_what_a_silent_job_has_under_way_ends_once_another_takes_the_sampl
     assert bench.engine.under_way == 0
 
 
-async def test_agents_are_answered_whoever_owns_the_sampler(bench: RolloutBench):
+async def test_agents_are_answered_for_any_owner_of_the_sampler(bench: RolloutBench):
     by_hand = Client("rollout", "http://localhost", binary=True, transport=bench.transport)
     bench.client = by_hand
     group: RolloutGroup = await bench.generate()

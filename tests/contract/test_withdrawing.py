@@ -66,7 +66,7 @@ async def test_the_job_of_one_that_was_accepted_is_cancelled(stack: Stack) -> No
     assert (await stack.submit(key=KEY)).id == record.id  # the same key is the same job
 
 
-async def test_a_job_that_has_succeeded_is_left_as_it_is(stack: Stack) -> None:
+async def test_a_job_that_has_succeeded_is_unchanged(stack: Stack) -> None:
     record = await stack.submit(key=KEY)
     await stack.until(record.id)
     found = (await withdraw(stack)).job

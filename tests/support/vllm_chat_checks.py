@@ -235,7 +235,7 @@ def without_ids(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-async def test_a_conversation_is_rendered_as_the_route_renders_by_itself(engine: Scripted) -> None:
+async def test_a_conversation_is_rendered_as_the_route_renders_alone(engine: Scripted) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     chat = chat_of(engine)

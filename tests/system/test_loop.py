@@ -609,7 +609,7 @@ GSM8K = MANY[:6]
 OPC = (ROOT / "tests/data/opc_sft_stage2/rows.jsonl").read_bytes().splitlines()
 
 
-def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
+def test_gsm8k_as_published_trains_by_two_commands(stack: Stack) -> None:
     folder = stack.folder / "published"
     folder.mkdir()
     (folder / "train.jsonl").write_bytes(b"\n".join(MANY))

@@ -457,7 +457,7 @@ async def test_a_version_without_a_tensor_is_refused_and_the_old_one_serves(
     assert_sampled_by(service.models / "tied", group)
 
 
-async def test_what_is_not_done_by_its_deadline_ends_there_as_it_is(
+async def test_what_is_not_done_by_its_deadline_ends_there(
     service: Running, client: Client
 ) -> None:
     sampling = Sampling(n=8, max_tokens=250, temperature=1.0, min_p=0.0)  # some will be late
@@ -764,7 +764,7 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
         await reload(client, headless)
 
 
-async def test_a_conversation_may_go_on_from_what_older_weights_cached(
+async def test_a_conversation_may_continue_from_what_older_weights_cached(
     service: Running, client: Client
 ) -> None:
     who = {"job_id": "kept", "attempt": 3, "epoch": 0}

@@ -290,7 +290,7 @@ async def test_an_engine_that_sleeps_between_versions_computes_as_the_trainer_do
         await agree(pair, "shm")
 
 
-async def test_a_trainer_that_sends_to_nobody_leaves_the_old_weights_serving(pair: Pair) -> None:
+async def test_a_trainer_that_sends_to_no_one_leaves_the_old_weights_serving(pair: Pair) -> None:
     await agree(pair, "shm")
     before = pair.sampler.serving
     old = pair.trainer.logprobs(SEQUENCES[0])

@@ -146,7 +146,7 @@ async def test_three_turns_with_calls_are_as_transformers_renders_them(
     assert {first.forked, second.forked, third.forked} == {""}
 
 
-async def test_an_answer_cut_off_in_a_call_is_a_text_and_goes_on(
+async def test_an_answer_cut_off_in_a_call_is_a_text_and_continues(
     service: Running, client: Client, model: Path
 ) -> None:
     rendered = Renderer(model)

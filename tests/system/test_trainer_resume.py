@@ -109,7 +109,7 @@ OFTEN = ("bfloat16", "lora with dropout zero 3", "kl, epochs, minibatches")
     "variant",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS],
 )
-def test_a_job_that_comes_back_goes_on_to_the_bit(trainers, tiny_model, batches, variant):
+def test_a_job_that_comes_back_continues_to_the_bit(trainers, tiny_model, batches, variant):
     service, job_id = trainers[2], "v-" + variant.replace(" ", "-").replace(",", "")
     sections, training = VARIANTS[variant]
     job = a_job(tiny_model, sections=sections, **{"learning_rate": 1e-2, **training})
@@ -126,7 +126,7 @@ def test_a_job_that_comes_back_goes_on_to_the_bit(trainers, tiny_model, batches,
 
 
 @pytest.mark.soak
-def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+def test_a_trainer_killed_while_it_writes_a_checkpoint_uses_the_one_before(
     trainers, tiny_model, batches
 ):
     """tests/unit/trainer/test_checkpoints.py kills a writer at any moment, without ranks."""
@@ -155,7 +155,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_health_answers_during_a_step_and_a_client_that_goes_away_changes_nothing(
+def test_health_answers_during_a_step_and_a_client_that_disconnects_changes_nothing(
     trainers, tiny_model, batches
 ):
     service = trainers[1]

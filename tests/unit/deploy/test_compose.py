@@ -239,7 +239,7 @@ def test_only_the_trainer_writes_weights_and_only_init_the_token(file: str) -> N
 
 
 @pytest.mark.parametrize("files", STACKS, ids=" ".join)
-def test_nobody_writes_to_a_folder_of_the_user(files: list[str]) -> None:
+def test_no_one_writes_to_a_folder_of_the_user(files: list[str]) -> None:
     mounted = {name: it.get("volumes", []) for name, it in services(files).items()}
     given = {name: volume for name, it in mounted.items() for volume in it if "DATA" in volume}
     assert {*given} == {"rollout", "trainer", "orchestrator"} & mounted.keys()

@@ -75,7 +75,7 @@ def test_what_the_work_raised_is_not_taken_for_an_answer_of_modals(
     assert ended == calls.Call(is_running=False, failure=f"{error.__name__}: of the work")
 
 
-def test_an_error_of_hones_own_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_hones_own_is_told_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable) as caught, calls.as_hone_errors():
         raise Unavailable("no Server 'Reward'")
     ended = ask(monkeypatch, caught.value)

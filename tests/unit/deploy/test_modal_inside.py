@@ -79,7 +79,7 @@ def test_a_run_ends_with_its_job_and_with_a_pause(end: str, clock: Clock) -> Non
     assert there.asked == ["submit a run-1"]
 
 
-def test_a_run_that_is_started_again_goes_on_with_its_paused_job(clock: Clock) -> None:
+def test_a_run_that_is_started_again_continues_with_its_paused_job(clock: Clock) -> None:
     there: Any = Orchestrator("paused", "running", "succeeded")
     assert inside.train(there, JOB, "run-1", clock.sleep)["status"] == "succeeded"
     assert there.asked == ["submit a run-1", "resume a-1"]
@@ -126,13 +126,13 @@ async def test_a_service_elsewhere_that_does_not_answer_is_named() -> None:
         await inside.wake(["http://127.0.0.1:9"], deadline_s=0.3)
 
 
-def test_a_container_with_gpus_ends_without_an_error_if_a_sampler_is_away() -> None:
+def test_a_container_with_gpus_ends_without_an_error_if_a_sampler_is_unreachable() -> None:
     why = inside.why_away(["http://127.0.0.1:9"], deadline_s=0.3)
     assert why and "http://127.0.0.1:9" in why
     assert inside.why_away([], deadline_s=0.3) is None
 
 
-def test_the_trainer_is_not_started_again_while_a_sampler_is_away(
+def test_the_trainer_is_not_started_again_while_a_sampler_is_unreachable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def away(urls: Any, deadline_s: float) -> str:

@@ -253,7 +253,7 @@ async def raises_cancelled(row: dict[str, Any], base_url: str, api_key: str) -> 
 
 
 @pytest.mark.parametrize("agent", [cancels_itself, raises_cancelled])
-def test_an_agent_that_is_cancelled_by_itself_has_failed(agent: Agent) -> None:
+def test_an_agent_that_cancels_itself_has_failed(agent: Agent) -> None:
     client = Offering()
     worker, _ = worked(agent, client)
     (result,) = client.results

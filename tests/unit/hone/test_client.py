@@ -111,7 +111,7 @@ def test_a_password_in_a_url_is_in_no_error() -> None:
         Client("http://me:s3cret@host:99999")
 
 
-def test_a_job_that_nobody_knows_is_not_found(client: Client) -> None:
+def test_a_job_that_no_one_knows_is_not_found(client: Client) -> None:
     with pytest.raises(NotFound, match="no job at /v1/jobs/other"):
         client.cancel("other")
 

@@ -56,7 +56,7 @@ def longest(lines: Iterable[str], column: str) -> int:
     return max(len(json.loads(line)[column].split()) for line in lines)
 
 
-def test_gsm8k_as_it_is_published_needs_neither_flags_nor_answers(here: Path) -> None:
+def test_gsm8k_as_published_needs_neither_flags_nor_answers(here: Path) -> None:
     make_model_folder(here / "model", window=2048)
     (here / "train.jsonl").write_text("\n".join(GSM8K[:300]))
     (here / "test.jsonl").write_text("\n".join(GSM8K[300:340]))

@@ -167,7 +167,7 @@ def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() ->
     assert "\x1b" not in text and "\r" not in text and "\\x1b[2J[red]x[/red]\\r" in text
 
 
-def test_a_jobs_rollouts_are_graded_anew_by_a_grader_and_its_params(
+def test_a_jobs_rollouts_are_graded_again_by_a_grader_and_its_params(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[object] = []

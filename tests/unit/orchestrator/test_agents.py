@@ -173,7 +173,7 @@ def test_rewards_per_turn_come_as_a_list_or_by_completion_id() -> None:
     assert [info["reward"] for info in infos] == [0.25, 1.0]
 
 
-def test_an_episode_whose_worker_is_silent_goes_to_another_anew(short: None) -> None:
+def test_an_episode_whose_worker_is_silent_goes_to_another_again(short: None) -> None:
     around = Around()
 
     async def worker() -> bool:
@@ -321,7 +321,7 @@ def test_a_job_that_ends_takes_its_episodes_back() -> None:
     asyncio.run(ends())
 
 
-def test_events_say_once_that_nobody_asks_and_once_that_a_worker_does(
+def test_events_say_once_that_no_one_asks_and_once_that_a_worker_does(
     short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "NOBODY_S", 0.1)

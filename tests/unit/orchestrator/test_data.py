@@ -454,7 +454,7 @@ def stream(job: Job, count: int, num_rounds: int = 0) -> tuple[StreamOrder, list
     return StreamOrder(job, begin, num_rounds), began
 
 
-def test_a_stream_goes_on_in_the_same_order_whoever_asks_and_when() -> None:
+def test_a_stream_continues_in_the_same_order_for_any_caller_at_any_time() -> None:
     job = make_job({"train": "x.jsonl", "streaming": True, "shuffle_buffer": 7}, max_staleness=2)
     whole, _ = stream(job, 30)
     steps = [[one.index for one in whole.take(step, 0)] for step in range(1, 40)]

@@ -138,7 +138,7 @@ def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do()
     assert LIMITS == {RECOVER: MAX_RECOVERIES, RELOAD: MAX_LOSSES}
 
 
-def test_a_service_that_is_away_is_waited_for_as_often_as_it_takes() -> None:
+def test_a_service_that_is_unreachable_is_waited_for_as_often_as_it_takes() -> None:
     away = Unavailable("the service has no GPU")
     assert {decide(away, count).action for count in range(1000)} == {WAIT}
     nobody = NotFound("a proxy knows no such route", code="foreign")

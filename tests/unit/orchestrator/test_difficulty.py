@@ -155,7 +155,7 @@ def test_what_is_skipped_is_what_all_groups_before_say(seed: int) -> None:
     assert [taken(again, step) for step in (59, 58)] == [taken(walk, step) for step in (59, 58)]
 
 
-def test_how_many_are_skipped_waits_for_nobody_who_takes_problems() -> None:
+def test_how_many_are_skipped_waits_for_no_one_who_takes_problems() -> None:
     walk = order(seen({0: "right"}), skip_right=1)
     taken(walk, 2)
     with ThreadPoolExecutor(1) as pool, walk._turn:

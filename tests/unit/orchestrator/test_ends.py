@@ -48,7 +48,7 @@ async def test_one_end_that_cannot_be_noted_keeps_no_other_from_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), StoreEmptied("emptied")])
-async def test_no_more_ends_are_looked_for_once_redis_is_away(
+async def test_no_more_ends_are_looked_for_once_redis_is_unreachable(
     tmp_path: Path, error: HoneError
 ) -> None:
     store = store_with_ends(tmp_path, a=error, b=tmp_path)

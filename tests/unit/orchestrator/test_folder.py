@@ -100,7 +100,7 @@ def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(folder:
     )
 
 
-def test_an_older_run_that_goes_on_does_not_take_the_name_back(tmp_path: Path) -> None:
+def test_an_older_run_that_continues_does_not_take_the_name_back(tmp_path: Path) -> None:
     for job_id in ("demo-1", "demo-2", "demo-1"):
         RunFolder(tmp_path / job_id).create(JOB)
     assert (tmp_path / "demo").resolve().name == "demo-2"

@@ -190,7 +190,7 @@ def test_an_answer_that_went_wrong_is_no_reward_and_closes_the_episode() -> None
     assert script.closed == [("k:0:0", False)]
 
 
-def test_an_environment_that_fails_is_played_anew_and_then_has_no_reward() -> None:
+def test_an_environment_that_fails_is_played_again_and_then_has_no_reward() -> None:
     script = Script([([1], False)], [9], lost=2)
     assert play(script, job_with()).rollouts[0].info["reward"] == 0.75
     assert script.asked[0]["key"] == "k:0:2:0"

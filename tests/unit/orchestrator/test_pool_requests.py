@@ -125,7 +125,7 @@ async def test_of_two_copies_that_end_at_once_the_one_that_was_sampled_counts(
     await pair.check_nothing_is_left()
 
 
-async def test_a_copy_that_fails_as_it_is_ended_leaves_no_trace() -> None:
+async def test_a_copy_that_fails_while_it_is_ended_leaves_no_trace() -> None:
     gate = asyncio.Event()
 
     async def fail_when_cancelled() -> None:

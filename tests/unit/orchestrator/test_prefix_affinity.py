@@ -78,7 +78,7 @@ def test_kept_prefixes_are_of_the_version_that_began_the_conversation_there(
     )
 
 
-def test_a_sampler_that_was_away_has_no_cache(sampler: Sampler) -> None:
+def test_a_sampler_that_was_unreachable_has_no_cache(sampler: Sampler) -> None:
     affinity = PrefixAffinity()
     affinity.keeps_prefixes = True
     affinity.note("c", None, sampler, sampled_by(3))

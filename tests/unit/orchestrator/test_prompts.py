@@ -51,7 +51,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"p{i}", "answer": i} for i in range(count)]
 
 
-def test_a_step_takes_the_same_prompts_whoever_asks_and_whenever() -> None:
+def test_a_step_takes_the_same_prompts_for_any_caller_at_any_time() -> None:
     first, second = (made(make_job(), rows(50)) for _ in range(2))
     second.for_step(3)
     assert [indices(first, step) for step in (1, 2, 9)] == [
@@ -68,7 +68,7 @@ def test_a_pass_takes_every_row_once_and_the_next_one_in_another_order() -> None
     assert len(indices(made(make_job(), rows(3)), 1)) == 4, "fewer rows than prompts repeat"
 
 
-def test_prompts_that_replace_others_are_fresh_ones_and_the_same_whoever_asks() -> None:
+def test_prompts_that_replace_others_are_fresh_and_the_same_for_any_caller() -> None:
     prompts = made(make_job(), rows(50))
     rounds = [[prompt.index for prompt in prompts.for_step(2, round)] for round in range(4)]
     assert [len(indices) for indices in rounds] == [4, 4, 4, 4]

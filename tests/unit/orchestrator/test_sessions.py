@@ -148,7 +148,7 @@ async def test_a_retry_gets_the_same_answer_and_leaves_no_turn() -> None:
     assert row(agent.session.rollout()) == rendered(sampler, agent.messages)
 
 
-async def test_an_answer_that_was_asked_for_anew_is_left_out_unless_it_was_used() -> None:
+async def test_an_answer_that_was_asked_for_again_is_left_out_unless_it_was_used() -> None:
     sampler = RenderingSampler([Reply(text) for text in ("higher", "lower", "correct", "7", "8")])
     agent = Agent(open_session(sampler))
     used = await agent.say()
@@ -212,7 +212,7 @@ async def test_a_template_that_drops_thoughts_forks() -> None:
     assert "<think>" not in text(group.prompt_token_ids)
 
 
-async def test_an_answer_cut_off_in_a_call_goes_on_with_the_templates_end() -> None:
+async def test_an_answer_cut_off_in_a_call_continues_with_the_templates_end() -> None:
     cut = call(12)[:40]
     sampler = RenderingSampler([Reply(cut, cut=True), Reply("correct")])
     agent = Agent(open_session(sampler), tools=TOOLS)
@@ -226,7 +226,7 @@ async def test_an_answer_cut_off_in_a_call_goes_on_with_the_templates_end() -> N
     assert mask == [*own[:end], 0, *own[end + 1 :]], "the end is the template's, not sampled"
 
 
-async def test_turns_by_token_ids_go_on_from_the_tokens() -> None:
+async def test_turns_by_token_ids_continue_from_the_tokens() -> None:
     sampler = RenderingSampler([Reply("higher", spelled=True), Reply("lower"), Reply("correct")])
     session = open_session(sampler)
     ids = sampler.tokenize("<|im_start|>user\nFind it.<|im_end|>\n<|im_start|>assistant\n")
@@ -306,7 +306,7 @@ async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
     assert found(name="task-1") is again and again.api_key != session.api_key
 
 
-async def test_a_stop_in_the_middle_of_a_call_goes_on_with_the_templates_end() -> None:
+async def test_a_stop_in_the_middle_of_a_call_continues_with_the_templates_end() -> None:
     """The agent's own stop string ended the answer, so no end token was sampled."""
     half = call(12)[:40]
     sampler = RenderingSampler([Reply(half, cut=True, finish_reason="stop"), Reply("correct")])

@@ -19,7 +19,7 @@ def client() -> Presence:
     return Presence("rollout", no_notify)
 
 
-def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:
+def test_the_line_has_stage_waits_details_who_is_unreachable_and_what_is_next() -> None:
     now = 100.0
     status = AttemptStatus(lambda: now)
     assert status.line() == "beginning"
@@ -44,7 +44,7 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
     assert status.waits() == since
 
 
-def test_of_several_samplers_all_are_away_before_their_service_is() -> None:
+def test_of_several_samplers_all_are_unreachable_before_their_service_is() -> None:
     status, first, second = AttemptStatus(), client(), client()
     status.serving = lambda: {first, second}
     status.unreachable[first] = Absence("the rollout service", 100.0, is_told=False)

@@ -59,7 +59,7 @@ def test_a_row_says_why_no_step_follows(
     assert reason_to_stop(row, StopSpec.model_validate(spec)) == expected
 
 
-def test_what_was_spent_goes_on_from_the_rows_that_are_left() -> None:
+def test_what_was_spent_continues_from_the_rows_that_are_left() -> None:
     rows = [
         MetricsRow(step=step, metrics={TOKENS: 10.0 * step, HOURS: 0.5 * step}) for step in range(5)
     ]

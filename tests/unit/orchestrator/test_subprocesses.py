@@ -35,7 +35,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("seconds", [0.02, 2.0], ids=["while it starts", "while it works"])
-def test_work_ends_with_whoever_asked_for_it(seconds: float) -> None:
+def test_work_ends_with_its_caller(seconds: float) -> None:
     source = ASKS_AND_IS_KILLED.format(seconds=seconds)
     asked = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False

@@ -203,7 +203,7 @@ def test_a_completion_whose_log_probs_are_not_known_is_missing(endpoint: Endpoin
     assert "gave log-probs of 0 tokens of the completion" in score.parts["teacher"].detail
 
 
-def test_a_teacher_that_is_away_is_waited_for_and_the_job_hears_of_it(
+def test_a_teacher_that_is_unreachable_is_waited_for_and_the_job_hears_of_it(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.http.connecting.AWAY_S", 0.0)

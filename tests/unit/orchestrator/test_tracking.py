@@ -261,7 +261,7 @@ async def test_files_have_each_step_once_after_a_crash_and_a_replay(
     assert "step 5 of this run" in shown.message
 
 
-async def test_files_that_failed_are_written_anew(
+async def test_files_that_failed_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []

@@ -102,7 +102,7 @@ def test_one_at_a_time_stores_or_removes_a_file(
     assert folders(tmp_path) == []
 
 
-def test_what_a_crash_left_of_an_upload_goes_as_it_is_sent_again(tmp_path: Path) -> None:
+def test_what_a_crash_left_of_an_upload_goes_when_it_is_sent_again(tmp_path: Path) -> None:
     uploads, id = Uploads(tmp_path, Quota(1, KIB_10)), new_id("key")
     left = tmp_path / f".files/.{id}.abcd"
     left.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_what_a_crash_left_counts_for_an_hour(tmp_path: Path) -> None:
     assert folders(tmp_path) == [file.id]
 
 
-def test_nobody_waits_while_contents_are_compared(
+def test_no_one_waits_while_contents_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "LOCK_S", 0.0)

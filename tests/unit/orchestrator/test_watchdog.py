@@ -64,7 +64,7 @@ def test_a_log_that_takes_nothing_does_not_keep_the_process(
     assert codes == [watchdog.EXIT_CODE]
 
 
-def test_a_busy_loop_goes_on_and_the_thread_ends_with_it() -> None:
+def test_a_busy_loop_continues_and_the_thread_ends_with_it() -> None:
     codes: list[int] = []
     thread = run(is_busy, codes)
     thread.join(5)

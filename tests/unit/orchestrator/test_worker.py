@@ -162,7 +162,7 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
     await stop(registering)
 
 
-async def test_registering_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
+async def test_registering_a_trainer_and_heartbeats_continue_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)

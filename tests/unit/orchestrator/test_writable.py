@@ -11,7 +11,7 @@ from services.orchestrator.writable import RunsDirCheck, make_runs_dir, why_not_
 from shared.errors import Failed
 
 
-def test_a_folder_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_can_be_written_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a-run").mkdir()
 
     assert why_not_writable(tmp_path) is None

@@ -132,7 +132,7 @@ async def test_an_answer_of_nothing_but_separators_is_a_wrong_one() -> None:
     assert [part.value for part in await Caller(grader).grade(items)] == [0.0] * len(items)
 
 
-def test_many_failures_of_long_rows_stall_nobody() -> None:
+def test_many_failures_of_long_rows_stall_no_one() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
     row = {"answer": "5" * 3000, "tests": ["a" * 50] * 50}
     item = ScoreItem(prompt="p" * 2000, completion="x", row=row).model_dump_json()

@@ -120,7 +120,7 @@ def test_grading_that_takes_long_says_so(
     assert result.exit_code == 0 and "grading, 0 s\n" in result.stderr
 
 
-def test_a_named_service_that_is_away_is_not_replaced() -> None:
+def test_a_named_service_that_is_unreachable_is_not_replaced() -> None:
     code, shown = grade("length --completion x --param max=3", "http://127.0.0.1:9")
     assert code == 2
     assert "cannot reach the reward service at http://127.0.0.1:9" in shown

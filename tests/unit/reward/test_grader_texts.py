@@ -355,7 +355,7 @@ async def test_python_is_refused_where_job_code_is_or_where_it_is_not_python(
         ("like", "{{ sample.output_text }}", None),
     ],
 )
-def test_string_check_knows_the_answer_that_is_to_be_given_as_it_is(
+def test_string_check_knows_the_answer_that_is_to_be_given_verbatim(
     scripted_tools: GraderTools, operation: str, given: str, known: str | None
 ) -> None:
     params = {"input": given, "reference": "{{ item.city }}!", "operation": operation}

@@ -61,7 +61,7 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
         assert processes_of(running.process.pid) == []
 
 
-def test_no_process_of_a_killed_service_goes_on_comparing() -> None:
+def test_no_process_of_a_killed_service_continues_comparing() -> None:
     with running_service(HONE_SANDBOX_SLOTS="2") as running:
         reward = {"grader": "math", "params": {"cpu_s": 60}}
         endless = {

@@ -67,7 +67,7 @@ async def test_processes_are_bounded_and_all_ended_at_the_close(pool: LimitedPoo
     await until_gone(pids)
 
 
-async def test_processes_that_nobody_needs_are_ended_after_a_while(
+async def test_unneeded_processes_are_ended_after_a_while(
     pool: LimitedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.reward.grading.limited.pool.IDLE_S", 0.2)

@@ -307,7 +307,7 @@ async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
     await nothing_is_left(sandbox)
 
 
-async def test_a_program_killed_from_outside_is_run_once_more_and_its_slot_lives_on(
+async def test_a_program_killed_from_outside_is_run_again_and_its_slot_lives_on(
     sandbox: LocalSandbox,
 ) -> None:
     running = started(sandbox, 1)

@@ -77,7 +77,7 @@ def test_work_ends_with_the_client_that_waited_for_it(
     assert time.monotonic() - start < 10
 
 
-def test_work_with_a_key_goes_on_without_its_client(service: RunningService) -> None:
+def test_work_with_a_key_continues_without_its_client(service: RunningService) -> None:
     body = {"code": "import os, time\ntime.sleep(0.5)", "expression": "os.urandom(8).hex()"}
     connection = connected(service, "/execute", body, **{"idempotency-key": "later"})
     time.sleep(0.3)

@@ -39,7 +39,7 @@ def test_a_file_is_fetched_with_the_token(server: CutServer, tmp_path: Path) -> 
     assert (server.ranges, server.authorizations) == ([None], ["Bearer secret"])
 
 
-def test_a_cut_transfer_goes_on_where_it_broke_off(server: CutServer, tmp_path: Path) -> None:
+def test_a_cut_transfer_continues_where_it_broke_off(server: CutServer, tmp_path: Path) -> None:
     server.cuts = [70_000, 10, 0]
     assert fetch(server, tmp_path) == len(DATA)
     assert (tmp_path / "model.safetensors").read_bytes() == DATA
@@ -54,7 +54,7 @@ def test_a_server_that_ignores_ranges_is_read_from_the_start(
     assert (tmp_path / "model.safetensors").read_bytes() == DATA
 
 
-def test_a_trainer_that_is_away_is_named_with_the_setting(tmp_path: Path) -> None:
+def test_a_trainer_that_is_unreachable_is_named_with_the_setting(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9: .* is HONE_TRAINER_URL"):
         Fetcher("http://127.0.0.1:9", patience_s=0.0).fetch(
             (WeightFile(path=PATH, size_bytes=5),), tmp_path
@@ -137,7 +137,7 @@ def http_ref(server: CutServer, data: bytes, tmp_path: Path) -> HttpWeights:
     )
 
 
-async def test_bytes_that_changed_on_the_way_are_refused_and_fetched_anew(
+async def test_bytes_that_changed_on_the_way_are_refused_and_fetched_again(
     server: CutServer, tmp_path: Path
 ) -> None:
     data = save({"a": np.arange(8, dtype=np.float32), "b": np.zeros(8, np.float32)})

@@ -102,7 +102,7 @@ async def test_a_sampler_that_missed_too_many_fetches_the_whole(both: Both) -> N
     assert (await both.load(ref)).received_bytes > WHOLE
 
 
-async def test_one_that_joins_late_fetches_the_whole_and_goes_on_with_deltas(both: Both) -> None:
+async def test_one_that_joins_late_fetches_the_whole_and_continues_with_deltas(both: Both) -> None:
     both.publish(0)
     assert (await both.load(both.publish(1))).received_bytes > WHOLE
     assert (await both.load(both.publish(2))).received_bytes < 1000
@@ -141,7 +141,7 @@ async def test_a_copy_that_was_changed_behind_its_back_is_not_built_upon(both: B
     assert (await both.load(both.publish(1))).received_bytes > WHOLE
 
 
-async def test_a_trainer_that_is_away_for_a_while_costs_no_copy(both: Both) -> None:
+async def test_a_trainer_that_is_unreachable_for_a_while_costs_no_copy(both: Both) -> None:
     await both.load(both.publish(0))
     ref = both.publish(1)
     both.server.status = 503

@@ -110,7 +110,7 @@ async def test_a_service_that_cannot_say_what_has_ended_is_asked_after_growing_p
 
 
 @pytest.mark.parametrize(("is_back", "code"), [(False, "unreachable"), (True, "deadline")])
-async def test_a_deadline_that_passes_while_the_service_is_away_is_not_its_slowness(
+async def test_a_deadline_that_passes_during_an_outage_is_not_the_services_slowness(
     is_back: bool, code: str
 ) -> None:
     """A host that is off refuses no connection: the attempt under way lasts until the deadline."""
@@ -132,7 +132,7 @@ async def test_a_deadline_that_passes_while_the_service_is_away_is_not_its_slown
     assert raised.value.code == code
 
 
-async def test_a_service_that_forgot_an_operation_is_there_and_is_asked_anew() -> None:
+async def test_a_service_that_forgot_an_operation_is_there_and_is_asked_again() -> None:
     """A service is restarted while its last poll hangs for longer than it may be away."""
     requests: list[str] = []
 

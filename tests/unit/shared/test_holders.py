@@ -28,7 +28,7 @@ def test_the_order_in_which_they_come_makes_no_difference() -> None:
     assert holding(let_in(*calls)) == holding(let_in(*calls[::-1])) == [5, 7, 9]
 
 
-def test_an_older_epoch_of_a_holder_and_an_attempt_that_nobody_named_are_stale() -> None:
+def test_an_older_epoch_of_a_holder_and_an_attempt_that_no_one_named_are_stale() -> None:
     found = let_in((5, 3, ()), (7, 1, (5,)))
     assert [found.is_stale(fence) for fence in ((5, 2), (5, 3), (6, 9), (7, 0), (8, 0))] == [
         True,

@@ -86,7 +86,7 @@ def test_beside_cards_that_cuda_cannot_use_nothing_is_computed(
     assert not has_gpu()
 
 
-def test_a_rank_that_has_lost_the_card_goes_on_nowhere(one_card: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_lost_the_card_continues_nowhere(one_card: pytest.MonkeyPatch) -> None:
     says(one_card, "pass")
     nvidia.check()
     with pytest.raises(Failed, match="on them: only another process can"):

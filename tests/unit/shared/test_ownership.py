@@ -76,7 +76,7 @@ def test_jobs_that_share_are_the_owners_until_the_last_has_left(trainer: Ownersh
     assert trainer.take(OTHER) is True
 
 
-def test_a_job_that_nobody_named_is_no_owner_any_more(trainer: Ownership):
+def test_a_job_that_no_one_named_is_no_owner_any_more(trainer: Ownership):
     as_(A, "next")
     trainer.take(loads("next", 9))
     trainer.leave(Fenced(job_id="next", attempt=9))

@@ -9,7 +9,7 @@ import pytest
 from shared.host import processes
 
 
-def test_a_free_port_is_below_those_that_linux_gives_away() -> None:
+def test_a_free_port_is_below_the_ephemeral_ports() -> None:
     found = {processes.free_port() for _ in range(20)}
     assert len(found) > 1 and all(10_000 <= port < 32_768 for port in found)
 

@@ -67,7 +67,7 @@ def test_a_service_is_given_up_where_the_next_attempt_would_be_beyond_the_patien
     assert gives_up(retry.failed(lost(), 0.7)).code == "unreachable"
 
 
-def test_patience_begins_anew_once_the_service_was_heard_of() -> None:
+def test_patience_begins_again_once_the_service_was_heard_of() -> None:
     retry = call(patience_s=1.5)
     assert retry.failed(lost(), 1.0) == Send(0.1)
     assert retry.accepted("/operations/a", 1.1) == Poll("/operations/a")
@@ -83,7 +83,7 @@ def test_no_attempt_begins_at_the_deadline_or_later() -> None:
     assert gives_up(retry.failed(lost(), 9.9)).detail == "connection lost"
 
 
-def test_a_busy_service_is_asked_when_it_said_up_to_the_deadline_and_is_not_away() -> None:
+def test_a_busy_service_is_asked_when_it_said_up_to_the_deadline() -> None:
     retry, full = call(deadline_s=20.0, patience_s=1.0), Busy("full", retry_after_s=7)
     assert retry.failed(full, 0.0) == Send(7)
     assert retry.failed(Busy("full", retry_after_s=3), 7.0) == Send(3)
@@ -106,7 +106,7 @@ def test_an_operation_that_has_not_ended_after_all_is_polled_after_growing_pause
     assert retry.accepted("/operations/b", 10.1) == Poll("/operations/b", 0.0)
 
 
-def test_time_in_which_the_service_is_away_may_not_count_towards_the_deadline() -> None:
+def test_time_of_an_outage_may_not_count_towards_the_deadline() -> None:
     """Two attempts of 5 s and their pauses move the deadline from 10 to 20.3."""
     retry = call(deadline_s=10.0, patience_s=math.inf, counts_away=False)
     assert retry.failed(lost(), 5.0) == Send(0.1)

@@ -16,7 +16,7 @@ async def test_a_thread_returns_its_value_or_raises_its_error() -> None:
         await run_in_thread(lambda: 1 // 0)
 
 
-async def test_the_loop_goes_on_while_a_thread_works() -> None:
+async def test_the_loop_continues_while_a_thread_works() -> None:
     release = threading.Event()
     waiting = asyncio.create_task(run_in_thread(release.wait))
     await asyncio.sleep(0)
@@ -46,7 +46,7 @@ async def test_who_is_cancelled_does_not_wait_and_the_thread_ends_undisturbed() 
     assert not threads[0].is_alive()
 
 
-async def test_a_look_that_hangs_is_one_thread_and_keeps_nobody_waiting() -> None:
+async def test_a_look_that_hangs_is_one_thread_and_keeps_no_one_waiting() -> None:
     answers, looks, look = threading.Event(), list[str](), BoundedProbe[str](0.05)
 
     def hangs() -> str:

@@ -84,7 +84,7 @@ async def test_a_completion_that_has_run_waits_for_those_that_have_not() -> None
     assert served.order == "abacb", "a new one has used 0 s, and b 1"
 
 
-async def test_one_place_is_kept_from_whoever_has_all_others() -> None:
+async def test_one_place_is_kept_from_a_caller_that_has_all_others() -> None:
     served = Served(3, most_of_one=2)
     await served.ask("A" * 50)
     assert served.order == "AA" and served.turns.num_waiting == 48

@@ -109,7 +109,7 @@ def test_advantages_per_token_take_the_place_of_the_examples_one():
     assert batch.advantages_N.tolist() == [0.25, -2.0, 3.0]
 
 
-def test_log_probs_that_nobody_measured_are_told_from_measured_ones():
+def test_log_probs_that_no_one_measured_are_told_from_measured_ones():
     unknown = Example(prompt_token_ids=(1,), token_ids=(2, 3), advantage=1.0)
     batch = collate([unknown, example((1,), (2,))])
     assert batch.measured_N.tolist() == [False, False, True]

@@ -113,7 +113,7 @@ def test_a_sampler_that_asks_and_does_not_come_fails_none_of_those_behind_it() -
     sending.stop()
 
 
-def test_a_group_that_is_never_made_keeps_nobody_waiting() -> None:
+def test_a_group_that_is_never_made_keeps_no_one_waiting() -> None:
     """As NCCL's where a sampler cannot connect to it: it waits without a deadline."""
     hung, made = threading.Event(), list[Member]()
 
@@ -157,7 +157,7 @@ def test_a_rank_of_the_launcher_meets_samplers_where_the_trainer_listens() -> No
     assert done.stdout == "{'127.0.0.2'}\n"
 
 
-def test_once_stopped_it_sends_to_nobody(sending: Broadcast) -> None:
+def test_once_stopped_it_sends_to_no_one(sending: Broadcast) -> None:
     sending.stop()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", sending.port), timeout=5).close()
@@ -201,7 +201,7 @@ def test_a_version_is_sent_without_files_and_written_when_they_are_asked_for(pub
     publisher.close()
 
 
-def test_a_later_version_is_hashed_anew_and_the_same_one_is_not(publisher, monkeypatch) -> None:
+def test_a_later_version_is_hashed_again_and_the_same_one_is_not(publisher, monkeypatch) -> None:
     hashed: list[set[str]] = []
     digests = transfer.digests
 

@@ -78,7 +78,7 @@ def test_a_checkpoint_is_written_once_and_found_later(tmp_path):
     )
 
 
-def test_a_job_goes_on_from_its_newest_checkpoint_and_answers_its_step_again(tmp_path):
+def test_a_job_continues_from_its_newest_checkpoint_and_answers_its_step_again(tmp_path):
     first, engines = trained(tmp_path, 4, every=2)
     last = first.train_step(step_request(4))
     first.train_step(step_request(5))
@@ -93,7 +93,7 @@ def test_a_job_goes_on_from_its_newest_checkpoint_and_answers_its_step_again(tmp
     assert second.train_step(step_request(5)).step == 5
 
 
-def test_a_job_that_another_trainer_took_further_goes_on_from_there(tmp_path):
+def test_a_job_that_another_trainer_took_further_continues_from_there(tmp_path):
     first, engines = trained(tmp_path, 2, every=2)
     second, _ = make_trainer(tmp_path)
     second.load_job(job_request())
@@ -106,7 +106,7 @@ def test_a_job_that_another_trainer_took_further_goes_on_from_there(tmp_path):
     assert first.train_step(step_request(5)).step == 5
 
 
-def test_the_count_of_skipped_steps_goes_on_too(tmp_path):
+def test_the_count_of_skipped_steps_continues_too(tmp_path):
     trainer, engines = loaded_trainer(tmp_path)
     engines[0].skip = True
     trainer.train_step(step_request(1))
@@ -339,7 +339,7 @@ def test_ranks_of_which_one_stops_begin_no_checkpoint_and_wait_for_none(tmp_path
     assert in_steps(tmp_path) == []
 
 
-def test_nodes_tell_their_volume_before_each_goes_on_with_what_the_other_wrote(tmp_path):
+def test_nodes_tell_their_volume_before_each_continues_with_what_the_other_wrote(tmp_path):
     told = tmp_path / "told"
     shared = Together(2)
     nodes = [
@@ -394,7 +394,9 @@ def apart(tmp_path):
     return [make_trainer(tmp_path / f"node-{rank}", ThreadRanks(shared, rank)) for rank in range(2)]
 
 
-def test_where_rank_0_cannot_export_no_other_rank_goes_on_to_save_its_state(tmp_path, monkeypatch):
+def test_where_rank_0_cannot_export_no_other_rank_continues_to_save_its_state(
+    tmp_path, monkeypatch
+):
     trainers = two_loaded_ranks(tmp_path)
     (_, lead), (_, other) = trainers
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
@@ -444,7 +446,7 @@ def test_damage_that_only_another_rank_reads_is_found_by_all(tmp_path):
     assert all("trainer/rank-1 has other bytes" in state.damaged[0] for state in states)
 
 
-def test_a_job_goes_on_with_other_ranks_memory_steps_and_logs(tmp_path):
+def test_a_job_continues_with_other_ranks_memory_steps_and_logs(tmp_path):
     trained(tmp_path, 1)
     request = job_request()
     other = request.job.model_copy(

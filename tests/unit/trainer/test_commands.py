@@ -194,7 +194,7 @@ async def test_a_failed_inbox_answers_the_command_under_way():
         await call
 
 
-async def test_a_caller_that_goes_away_cancels_nothing(tmp_path):
+async def test_a_caller_that_disconnects_cancels_nothing(tmp_path):
     inbox = Inbox()
     call = asyncio.create_task(inbox.run("train_step", step_request(1)))
     await asyncio.sleep(0)

@@ -31,7 +31,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_a_lock_goes_once_the_process_that_held_it_was_killed(tmp_path: Path) -> None:
+def test_a_lock_continuesce_the_process_that_held_it_was_killed(tmp_path: Path) -> None:
     lock = tmp_path / "torch_extensions" / "py311_cpu" / "some_extension" / "lock"
     lock.parent.mkdir(parents=True)
     environment = {"XDG_CACHE_HOME": str(tmp_path)}

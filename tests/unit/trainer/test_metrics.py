@@ -189,7 +189,7 @@ def test_a_small_mismatch_by_hand(one_rank):
     )
 
 
-def test_tokens_whose_sampler_nobody_measured_are_left_out_of_the_mismatch(one_rank):
+def test_tokens_whose_sampler_no_one_measured_are_left_out_of_the_mismatch(one_rank):
     # log w is 0.1 and -0.2 over the two tokens that are known; the other three are not.
     known = Example(prompt_token_ids=(1,), token_ids=(2, 2), old_logprobs=(-1, -1), advantage=1)
     unknown = Example(prompt_token_ids=(1,), token_ids=(2,) * 3, advantage=1)

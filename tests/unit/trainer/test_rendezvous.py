@@ -78,7 +78,7 @@ def test_nodes_that_are_set_up_differently_are_told(tmp_path, monkeypatch):
             first.result(20)
 
 
-def test_a_rank_that_begins_anew_tells_the_life_before_and_waits_for_the_next(tmp_path):
+def test_a_rank_that_begins_again_tells_the_life_before_and_waits_for_the_next(tmp_path):
     port = free_port()
     with ThreadPoolExecutor() as pool:
         lives = [pool.submit(meet, *node(port, rank), tmp_path, None) for rank in range(2)]

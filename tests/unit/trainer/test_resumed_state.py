@@ -108,7 +108,7 @@ def whole_state(folder: Path) -> dict:
         ((1, 3), (2, 1), "bfloat16"),
     ],
 )
-def test_a_job_goes_on_with_other_ranks_and_stages(pools, model, tmp_path, before, after, dtype):
+def test_a_job_continues_with_other_ranks_and_stages(pools, model, tmp_path, before, after, dtype):
     import torch
 
     examples = some_examples(model)

@@ -85,7 +85,7 @@ def test_a_turn_is_no_part_of_a_repeated_operation(both: tuple[Trainer, Engines]
     assert engine.num_updates == 1
 
 
-def test_an_older_attempt_that_nobody_named_is_superseded(both: tuple[Trainer, Engines]) -> None:
+def test_an_older_attempt_that_no_one_named_is_superseded(both: tuple[Trainer, Engines]) -> None:
     trainer, _ = both
     for job_id, attempt in (("a", 4), ("z", 6)):
         with pytest.raises(Conflict) as raised:
@@ -210,7 +210,9 @@ def test_each_job_has_checkpoints_of_its_own(both: tuple[Trainer, Engines]) -> N
         assert found and f"/{job_id}/" in found.path
 
 
-def test_a_job_begins_with_a_checkpoint_once_and_then_goes_on_from_its_own(tmp_path: Path) -> None:
+def test_a_job_begins_with_a_checkpoint_once_and_then_continues_from_its_own(
+    tmp_path: Path,
+) -> None:
     other, _ = make_trainer(tmp_path)
     other.load_job(job_request("other"))
     written = other.write_checkpoint(CheckpointRequest(job_id="other", step=0))

@@ -15,7 +15,7 @@ def draw() -> tuple[float, float, float, float]:
     return random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(()).item()
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path):
+def test_random_numbers_continue_where_they_were(tmp_path):
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)

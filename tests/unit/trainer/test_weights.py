@@ -90,7 +90,7 @@ def test_what_is_on_the_volume_is_committed_and_what_is_in_memory_is_not(tmp_pat
     assert (committed / "v1/model.safetensors").read_bytes() == safetensors(w=b"bytes")
 
 
-def test_a_version_that_was_not_committed_is_published_anew(tmp_path):
+def test_a_version_that_was_not_committed_is_published_again(tmp_path):
     allowed = tmp_path / "allowed"
     commit = f"ls {allowed}"
     settings = Settings(shm_dir=tmp_path, runs_dir=tmp_path / "runs", runs_commit=commit)
@@ -156,7 +156,7 @@ def test_two_who_write_one_folder_do_not_disturb_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_what_is_swept_as_it_is_still_written_does_not_become_a_version(
+def test_what_is_swept_while_it_is_written_does_not_become_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rmtree_beside_a_writer(folder: Path, **_: object) -> None:
