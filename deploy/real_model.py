@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from deploy.machine import exit_on_signals
@@ -169,6 +171,9 @@ def convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    reader = import_module("gguf")
+    # each of the calls below, and two inside the first, would read all fields of the file again
+    reader.GGUFReader = functools.cache(reader.GGUFReader)
     named = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32)
     config = AutoConfig.from_pretrained(**named)
