@@ -93,7 +93,7 @@ MOST_MEMORY = 0.6
 """Of Hone's trainer and sampler to the smaller of TRL's processes."""
 
 NUM_SAMPLERS = 1
-"""A second one would need 2 GiB more: with `--times` all sides are in memory at once."""
+"""A second one would need 2 GiB more, and memory is a figure too."""
 
 TIMES_LEARNING_RATE = 1e-9
 WINDOW = 5
@@ -324,7 +324,6 @@ def hone_curve(client: hone.Client, folder: Path, task: Task, recipe: Recipe) ->
 def trl_curve(generation: str, folder: Path, task: Task, recipe: Recipe) -> Curve:
     trained = folder / "trained"
     with running_trl(generation, folder, recipe, save=trained) as trl:
-        trl.side.told()  # it is ready
         steps = trl.train(task.steps)
         trl.side.finish()
     return Curve(steps, held_out(task, trained))

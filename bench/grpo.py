@@ -78,31 +78,26 @@ def take_turns(
     samplers: int,
 ) -> tuple[Turns, dict[str, str]]:
     """Returns each side's turns, and why a side of TRL's could not run. The order changes from one
-    repeat to the next. `staleness`: Hone's sides, and the `max_staleness` of their jobs."""
+    repeat to the next. Each turn has processes of its own, so that only one side is in memory.
+    `staleness`: Hone's sides, and the `max_staleness` of their jobs."""
     missing: dict[str, str] = {}
-    with contextlib.ExitStack() as stacks:
-        starting = {
-            side: stacks.enter_context(running_trl(generation, folder, recipe))
-            for side, generation in GENERATIONS.items()
-        }
-        client = stacks.enter_context(stack(folder, samplers=samplers))
-        sides: dict[str, HoneSide | TrlSide] = {
-            side: HoneSide(client, folder, recipe, max_stale)
-            for side, max_stale in staleness.items()
-        }
-        for side, one in starting.items():
+    turns: Turns = {side: [] for side in (*staleness, *GENERATIONS)}
+    for side in in_turns(turns, repeats):
+        if side in missing:
+            continue
+        if side in staleness:
+            with stack(folder, samplers=samplers) as client:
+                turn = HoneSide(client, folder, recipe, staleness[side]).turn(steps)
+        else:
             try:
-                one.side.told()  # it is ready
-                one.turn(0)
-                sides[side] = one
+                with running_trl(GENERATIONS[side], folder, recipe) as trl:
+                    turn = trl.turn(steps)
             except RuntimeError as error:
                 missing[side] = str(error)
-        turns: Turns = {side: [] for side in sides}
-        for side in in_turns(sides, repeats):
-            turn = sides[side].turn(steps)
-            turns[side].append(turn)
-            print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
-        return turns, missing
+                continue
+        turns[side].append(turn)
+        print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
+    return {side: of_side for side, of_side in turns.items() if side not in missing}, missing
 
 
 def peak_gib(processes: Sequence[psutil.Process]) -> float:
@@ -250,7 +245,7 @@ def stack(folder: Path, *, samplers: int, **variables: str) -> Generator[hone.Cl
 
 @dataclass(frozen=True)
 class TrlSide:
-    """A process of TRL, which reports that it is ready, and waits between turns."""
+    """A process of TRL that is ready, and waits between turns."""
 
     side: Side
 
@@ -272,4 +267,5 @@ def running_trl(
     arguments = [generation, str(folder), json.dumps(settings), *([str(save)] if save else [])]
     log, env = folder / f"{generation}.log", os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     with running("bench.trl_side", *arguments, log=log, env=env) as side:
+        side.told()  # it is ready
         yield TrlSide(side)
