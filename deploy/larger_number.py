@@ -22,7 +22,7 @@ from deploy.real_model import fetch
 from shared.errors import HoneError
 
 MIN_NUMBER, MAX_NUMBER = 10, 99
-NUM_TRAIN, NUM_TEST = 1600, 96
+NUM_TRAIN, NUM_TEST = 1600, 64
 
 Problem = dict[str, str | int]
 
