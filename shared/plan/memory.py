@@ -72,7 +72,6 @@ SAMPLER_OVERHEAD = {"cpu": 2 << 30, "gpu": 3 << 29}
 """In bytes. On a GPU, assumed: CUDA's context, CUDA graphs, NCCL's buffers. On a CPU, measured: the
 engine's process with vLLM, torch and its compiled code, and a model of 0.3 million parameters."""
 
-
 USABLE = 0.95
 """Share of a GPU's memory that tensors can fill: the rest is lost to fragmentation in torch's
 allocator. Assumed."""
@@ -81,10 +80,9 @@ TRAINERS_SHARE = 0.5
 """Share of a host's memory that the trainer may take to save time. The rest is for the sampler and
 other processes."""
 
-HEAP_FACTORS = {True: 2.5, False: 1.5}
-"""Assumed memory of a process, as a multiple of the plan, if glibc keeps freed blocks, with
-gradient checkpointing and without. 2.3 and 1.3 times were measured, and 2.2 times without it where
-the plan is mostly activations, as with LoRA."""
+HEAP_FACTOR, STATES_HEAP_FACTOR = 2.5, 1.5
+"""Assumed memory of a process, as a multiple of the plan, if glibc keeps freed blocks: with
+gradient checkpointing or LoRA, and without, when most is never freed. Measured: 2.3, 2.2, 1.3."""
 
 
 @dataclass(frozen=True)
@@ -301,11 +299,16 @@ class RankMemory:
         return max(self.pass_peak + waiting, 8 * self.bucket + reduced, update) + self.passing
 
 
-def room_on_cpu(host_bytes: float) -> float:
+def heap_factor(job: Job) -> float:
+    """Returns the factor of a job that says whether gradients are checkpointed."""
+    return HEAP_FACTOR if job.memory.gradient_checkpointing or job.lora else STATES_HEAP_FACTOR
+
+
+def room_on_cpu(host_bytes: float, job: Job) -> float:
     """Returns the largest plan of all ranks together with which "auto" leaves gradient
-    checkpointing off: one for which freed blocks are kept too. Returning blocks to the system would
-    take about as long as computing the layers again."""
-    return TRAINERS_SHARE * host_bytes / HEAP_FACTORS[False]
+    checkpointing off for a job without: one for which freed blocks are kept too. Returning blocks
+    to the system would take about as long as computing the layers again."""
+    return TRAINERS_SHARE * host_bytes / heap_factor(job)
 
 
 def trainer_memory(

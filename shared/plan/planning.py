@@ -282,7 +282,8 @@ class Planner:
             for is_on in (True, False)
         )
         if self.gpu.device == "cpu":
-            room_gib = min(room_gib, room_on_cpu(self.gpu.memory_gib * GIB) / GIB / num_ranks)
+            host_bytes = self.gpu.memory_gib * GIB
+            room_gib = min(room_gib, room_on_cpu(host_bytes, without) / GIB / num_ranks)
         return without if self._trainer(num_ranks, without).peak_gib <= room_gib else with_it
 
     def _ranks(self, num_ranks: int) -> Ranks:

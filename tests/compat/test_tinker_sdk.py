@@ -87,7 +87,7 @@ REFUSED = {
     "AdminClient.get_current_checkpoint_storage_usage": "nothing is billed; list_user_checkpoints",
     # their twins delete what is gone already
     "RestClient.delete_checkpoint_async": "has no 'external_weights/export', or no longer has it",
-    "RestClient.delete_checkpoint_from_tinker_path_async again": "has no 'weights/last', or no longer",
+    "RestClient.delete_checkpoint_from_tinker_path_async again": "has no 'weights/last', or no",
     "RestClient.delete_checkpoint_from_tinker_path": "'end' is used by job",
 }
 """The methods that are refused, and what the sentence says; all others work."""

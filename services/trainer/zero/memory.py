@@ -15,13 +15,13 @@ from shared.job import Job, LoraSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import (
     GIB,
-    HEAP_FACTORS,
     TRAINER_OVERHEAD,
     TRAINERS_SHARE,
     USABLE,
     RankMemory,
     Ranks,
     SamplerShape,
+    heap_factor,
     room_on_cpu,
     sampler_memory,
     trainer_memory,
@@ -69,9 +69,10 @@ def usage(device: torch.device) -> str:
     )
 
 
-def room_bytes(device: torch.device, num_ranks: int) -> float:
-    """Returns the largest plan of this rank with which "auto" leaves gradient checkpointing off. On
-    a GPU that is shared with a sampler at the same time, the sampler's share is not available."""
+def room_bytes(device: torch.device, num_ranks: int, job: Job) -> float:
+    """Returns the largest plan of this rank with which "auto" leaves gradient checkpointing off for
+    the job, which is given without. On a GPU that is shared with a sampler at the same time, the
+    sampler's share is not available."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # CUDA's own memory is part of the plan, and not of the free memory.
@@ -80,7 +81,7 @@ def room_bytes(device: torch.device, num_ranks: int) -> float:
         shared = set(settings.rollout_devices) & set(settings.trainer_devices)
         samplers = settings.gpu_memory_utilization if shared and not settings.colocate else 0.0
         return min(USABLE * own, (USABLE - samplers) * total)
-    return room_on_cpu(host_memory_bytes()) / num_ranks
+    return room_on_cpu(host_memory_bytes(), job) / num_ranks
 
 
 WORTH_BYTES = 128 << 20
@@ -88,16 +89,16 @@ WORTH_BYTES = 128 << 20
 
 
 def is_worth_giving_back(
-    pass_bytes: int, planned_bytes: float, room_bytes: float, *, recomputes: bool
+    pass_bytes: int, planned_bytes: float, room_bytes: float, job: Job
 ) -> bool:
     """Returns whether freed large blocks should be returned to the system. A micro-batch takes
     `pass_bytes`, the plan of all ranks together is `planned_bytes`, and the host has `room_bytes`.
-    `recomputes`: with gradient checkpointing.
+    The job says whether gradients are checkpointed.
 
     The system zeroes memory before it hands it out again, so a pass that returns its blocks takes
     up to 1.5 times as long at a hidden size of 512, and twice as long at 128. Blocks are therefore
     kept while all ranks need at most half of the host's memory."""
-    kept_bytes = HEAP_FACTORS[recomputes] * planned_bytes
+    kept_bytes = heap_factor(job) * planned_bytes
     return pass_bytes >= WORTH_BYTES and kept_bytes > TRAINERS_SHARE * room_bytes
 
 

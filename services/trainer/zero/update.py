@@ -300,7 +300,7 @@ class Updater:
         num_ranks = dist.get_world_size()
         if self.can_recompute and self.job.memory.gradient_checkpointing == "auto":
             self._set_recomputing(False)
-            room = room_bytes(self.device, num_ranks)
+            room = room_bytes(self.device, num_ranks, self._used)
             fits = self.planned and self.planned.peak_bytes(self._used, tokens) <= room
             # At ZeRO-3 all ranks gather the weights of the same layers together.
             least = torch.tensor(float(bool(fits)), device=self.device)
@@ -312,7 +312,7 @@ class Updater:
             self.planned.pass_bytes(self._used, tokens),
             self.planned.peak_bytes(self._used, tokens) * num_ranks,
             host_memory_bytes(),
-            recomputes=bool(self._used.memory.gradient_checkpointing),
+            self._used,
         ):
             host_memory.give_back_large_blocks()
         else:
