@@ -26,6 +26,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from deploy.machine import exit_on_signals
 from shared.errors import Failed, HoneError, Unavailable
@@ -171,7 +172,7 @@ def convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    reader = import_module("gguf")
+    reader: Any = import_module("gguf")
     # each of the calls below, and two inside the first, would read all fields of the file again
     reader.GGUFReader = functools.cache(reader.GGUFReader)
     named = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
