@@ -73,7 +73,8 @@ def _table(found: Mapping[str, MetricsList], names: list[str] | None) -> Rendera
     columns = (
         {name: name for name in names} if names else view.columns_of(row.metrics for row in listed)
     )
-    return view.metrics_table(listed.rows, columns) if listed.rows else NO_METRICS
+    table = view.metrics_table(listed.rows, columns)
+    return table if table.row_count else NO_METRICS
 
 
 def _names(keys: str, found: Mapping[str, MetricsList]) -> list[str]:

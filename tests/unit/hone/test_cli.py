@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ from hone.shell import REWARDS_ONLY
 from hone.stack import control
 from shared.errors import BadRequest
 from shared.job.file import load_job
+
+
+def test_python_m_hone_is_the_hone_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "hone", "--version"], capture_output=True)
+    assert shown.stdout.startswith(b"hone ")
 
 
 @pytest.mark.parametrize(("text", "steps"), [("7", (7, 7)), ("3:9", (3, 9))])

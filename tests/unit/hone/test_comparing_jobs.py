@@ -79,6 +79,7 @@ def test_one_job_is_shown_as_ever() -> None:
 def test_a_table_has_the_columns_that_the_job_has_and_none_without_steps() -> None:
     """Rows of preferences, whose metrics have TRL's names."""
     rows = [
+        MetricsRow(step=0, metrics={"eval/std": 0.5}),
         MetricsRow(step=1, metrics={"loss": 0.6931, "supervised": 1.0, "rewards/margins": 0.0}),
         MetricsRow(step=2, metrics={"loss": 0.5, "rewards/accuracies": 0.75, "eval/loss": 0.25}),
     ]

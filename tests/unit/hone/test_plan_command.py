@@ -17,8 +17,9 @@ from hone import reward_service
 from hone.cli import app
 from hone.commands import plan
 from hone.commands.plan import lengths_of
-from hone.reports import total_text
+from hone.reports import plan_lines, total_text
 from shared.errors import Failed
+from shared.job.file import load_job
 from shared.plan.gpus import parse_gpus
 from shared.plan.planning import make_plan
 from shared.settings import Settings
@@ -26,6 +27,7 @@ from shared.wire import PromptLengths
 from shared.wire.records import StepTime
 from tests.support.plan_models import LLAMA_8B, QWEN_05B, job, model
 
+ROOT = Path(__file__).parents[3]
 JOB = """
 name = "t"
 model = "{model}"
@@ -51,6 +53,26 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(model=folder))
     return path
+
+
+def test_the_parts_of_the_trainers_memory_add_up() -> None:
+    """Of 1.544e9 parameters, in GiB: 2 bytes of weights, 4 of gradients and 12 of the optimizer are
+    2.88, 5.75 and 17.25; with 1.0 of overhead 26.88 of the 32.8."""
+    planned = make_plan(
+        load_job(ROOT / "deploy/jobs/gsm8k.toml", []),
+        model("Qwen2.5-1.5B"),
+        Settings(),
+        parse_gpus("1xA100-80GB"),
+        PromptLengths(longest=200, is_all=True),
+    )
+    lines = plan_lines(planned)
+    assert lines[2:5] == [
+        "  trainer, each GPU: needs 32.8 GiB and has 47.5, with gradient checkpointing",
+        "    always: weights 2.9, gradients 5.8, optimizer 17.3, overhead 1.0",
+        "    at most 6.0 at once: activations 4.0, logits 2.0, update 1.3, buffers 1.5",
+    ]
+    page = (ROOT / "docs/planning.md").read_text()
+    assert "\n".join(lines[2:5]) in page
 
 
 def header_of(count: int) -> bytes:
