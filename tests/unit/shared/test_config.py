@@ -73,8 +73,15 @@ def test_short_calls_have_a_sixth_of_the_deadline_and_at_least_300_s() -> None:
 
 
 def test_sampling_ends_before_the_samplers_work_on_it_does() -> None:
-    with pytest.raises(ValueError, match="3600 s; expected less than HONE_OPERATION_DEADLINE_S"):
+    with pytest.raises(ValueError, match="expected less than HONE_OPERATION_DEADLINE_S, 3600 s"):
         Settings(generate_deadline_s=3600)
+    with pytest.raises(ValueError, match="expected less than HONE_OPERATION_DEADLINE_S, 900 s"):
+        Settings(operation_deadline_s=900, generate_deadline_s=900)
+
+
+def test_sampling_has_half_of_a_short_operation_deadline_by_default() -> None:
+    found = [Settings(operation_deadline_s=s).generate_deadline_s for s in (600, 1800, 1801, 3600)]
+    assert found == [300, 900, 1800, 1800]
 
 
 def test_no_deadline_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
