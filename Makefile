@@ -44,14 +44,14 @@ BESIDE := -n 4 --dist loadfile
 # A test that passes only when it is run again is listed as RERUN, and is a fault to be mended.
 AGAIN := --reruns 2 -r aR
 
-# Folders that have tests of engines. Each worker imports all that it is given.
-OF_ENGINES := tests/system tests/golden tests/unit/rollout tests/unit/trainer
+# Each worker imports every file that it is given: these import torch, transformers and TRL.
+OF_ENGINES := tests/system tests/golden tests/unit/rollout tests/unit/trainer tests/unit/bench
 
 test: $(VENV)/.ready ## every test but clients, compat, soak and gpu: unit, contract, and the real stack
 	$(BIN)/python -m pytest $(BESIDE) $(AGAIN) -m "not ($(ENGINES) or clients or compat or soak)" \
-		tests/unit tests/contract
+		$(OF_ENGINES:%=--ignore=%) tests/unit tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(AGAIN) --durations 20 \
-		-m "(system or engine) and not (gpu or clients or compat or soak)" $(OF_ENGINES)
+		-m "not (gpu or clients or compat or soak)" $(OF_ENGINES)
 
 clients: $(VENV)/.ready ## the examples, TRL's clients and TRL's own loop, on the real stack
 	RECORD_TESTED=1 $(BIN)/python -m pytest $(AGAIN) --durations 20 -m clients

@@ -8,9 +8,7 @@ import json
 import threading
 from typing import Any
 
-import anthropic
 import httpx2 as httpx
-import openai
 import pytest
 from pydantic import SecretStr
 
@@ -20,7 +18,10 @@ from services.orchestrator.store.store import Store
 from shared.host import logs
 from shared.http.rendering import READ_BYTES, parse_body
 from shared.settings import Settings
+from tests.support.lazily import Package
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
+
+anthropic, openai = Package("anthropic"), Package("openai")
 
 TOOL = {
     "name": "guess",

@@ -8,9 +8,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx2 as httpx
-import openai
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -24,8 +22,11 @@ from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Checkpoint
 from tests.support import orchestrator_stack
+from tests.support.lazily import Package
 from tests.support.orchestrator_stack import Stack
 from tests.support.reward_service import running_service
+
+anthropic, openai = Package("anthropic"), Package("openai")
 
 pytestmark = pytest.mark.slow
 

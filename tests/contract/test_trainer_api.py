@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pandas
 import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -70,6 +68,8 @@ def made(folder: str, served: ServedStack, **given: Any) -> hone.Trainer:
 def test_training_returns_what_trls_does_and_the_run_has_the_rest(
     model: str, served: ServedStack, tmp_path: Path
 ) -> None:
+    import pandas
+
     trainer = made(model, served, eval_dataset=pandas.DataFrame(ROWS[:4]))
     output = trainer.train()
     assert output.global_step == 2
@@ -92,6 +92,8 @@ def test_training_returns_what_trls_does_and_the_run_has_the_rest(
 
 
 def test_many_rows_are_uploaded_and_the_same_rows_once(model: str, served: ServedStack) -> None:
+    import datasets
+
     rows = datasets.Dataset.from_list([*ROWS] * 100)
     runs = [made(model, served, train_dataset=rows).train(detach=True) for _ in range(2)]
     sources = {str(run.record.job.data.train) for run in runs}

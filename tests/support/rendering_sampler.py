@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from deploy.tool_model import END, make_tokenizer
 from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.rollout.engine import Constraint
 from services.rollout.groups import sampled_group
@@ -74,6 +73,8 @@ class RenderingSampler:
     constraints: list[ChatRequest] = field(default_factory=list[ChatRequest])
 
     def __post_init__(self) -> None:
+        from deploy.tool_model import make_tokenizer  # with torch, which many files need not
+
         self.tokenizer = make_tokenizer()
         if self.template:
             self.tokenizer.chat_template = self.template
@@ -123,7 +124,7 @@ class RenderingSampler:
             for part in (reply.text if reply.spelled else [reply.text])
             for id in self.tokenize(part)
         ]
-        ids += [] if reply.cut else self.tokenize(END)
+        ids += [] if reply.cut else self.tokenize(self.tokenizer.eos_token)
         cut = reply.cut or len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         rollout = Rollout(

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from deploy import chat
 from deploy.chat import Messages, fitting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SYSTEM = [{"role": "system", "content": "Be short."}]
 
@@ -48,12 +50,14 @@ class Tokenizer:
         self.asked: list[Messages] = []
 
     def apply_chat_template(self, messages: Messages, **how: Any) -> Any:
+        import torch
+
         if how["return_dict"]:
             self.asked.append(list(messages))
             return {"input_ids": torch.zeros(1, words(messages), dtype=torch.long)}
         return [0] * words(messages)
 
-    def decode(self, ids: torch.Tensor, **_: Any) -> str:
+    def decode(self, ids: Tensor, **_: Any) -> str:
         return f"answer {int(ids[-1])}"
 
 
@@ -63,7 +67,9 @@ class Model:
     def __init__(self) -> None:
         self._num_answers = 0
 
-    def generate(self, *, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    def generate(self, *, input_ids: Tensor, **_: Any) -> Tensor:
+        import torch
+
         self._num_answers += 1
         return torch.cat([input_ids, torch.tensor([[self._num_answers]])], dim=1)
 

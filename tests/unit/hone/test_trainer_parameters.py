@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from trl.trainer.grpo_config import GRPOConfig
 
 from hone.trainer.parameters import check, explicit_parameters, translate
 from shared.errors import BadRequest
@@ -127,6 +126,8 @@ def test_lora_comes_from_a_switch_from_fields_or_from_pefts_config() -> None:
 
 
 def of_trl(**given: Any) -> Job:
+    from trl.trainer.grpo_config import GRPOConfig
+
     config = GRPOConfig("out", use_cpu=True, max_steps=10, **given)
     return job_of(**explicit_parameters(config))
 

@@ -9,14 +9,16 @@ import random
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from services.orchestrator.grpo import advantages
 from shared.job import Job
 from tests.support.scored_batches import make_batch, make_job, score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_GROUPS, GROUP_SIZE = 7, 5
 WEIGHTS = (1.0, 0.25, 2.0)
@@ -29,9 +31,11 @@ def trl_file(name: str) -> str:
     return (Path(spec.origin).parent / "trainer" / name).read_text()
 
 
-def run_lines(name: str, first: str, rewards: torch.Tensor, **settings: Any) -> torch.Tensor:
+def run_lines(name: str, first: str, rewards: Tensor, **settings: Any) -> Tensor:
     """Runs the lines of TRL's file from `first` to where missing advantages become 0, with
     `rewards` and a trainer of these settings; returns the advantages."""
+    import torch
+
     utils, lines = trl_file("utils.py"), trl_file(name)
     (nanstd,) = (
         node
@@ -54,8 +58,10 @@ def run_lines(name: str, first: str, rewards: torch.Tensor, **settings: Any) -> 
     return scope["advantages"]
 
 
-def grpo_advantages(rewards: torch.Tensor, combine: str, std: str) -> torch.Tensor:
+def grpo_advantages(rewards: Tensor, combine: str, std: str) -> Tensor:
     """Returns what GRPOTrainer makes of rewards `[P*G, K]`, NaN where a reward does not apply."""
+    import torch
+
     return run_lines(
         "grpo_trainer.py",
         "unscorable_mask = torch.isnan(rewards_per_func)",
@@ -67,7 +73,7 @@ def grpo_advantages(rewards: torch.Tensor, combine: str, std: str) -> torch.Tens
     )
 
 
-def rloo_advantages(rewards: torch.Tensor) -> torch.Tensor:
+def rloo_advantages(rewards: Tensor) -> Tensor:
     """Returns what RLOOTrainer makes of rewards `[P*G]`, NaN where one is missing."""
     return run_lines(
         "rloo_trainer.py",
@@ -91,6 +97,8 @@ def job_like(combine: str, std: str) -> Job:
 def test_advantages_are_those_of_trl(
     combine: str, std: str, not_applicable: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch
+
     monkeypatch.setattr(advantages, "EPSILON", 1e-4)
     job, dice = job_like(combine, std), random.Random(f"{combine}{std}{not_applicable}")
 
@@ -126,6 +134,8 @@ def test_advantages_are_those_of_trl(
 
 
 def test_leave_one_out_is_that_of_trls_rloo() -> None:
+    import torch
+
     job, dice = make_job(baseline="leave_one_out", std="none"), random.Random(1)
     values_PG = [
         [dice.choice([0.0, 1.0, 0.25, None]) for _ in range(GROUP_SIZE)] for _ in range(NUM_GROUPS)

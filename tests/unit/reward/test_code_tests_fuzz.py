@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from services.reward.graders.code_tests import candidate
 from services.reward.graders.code_tests.tests import read
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller
@@ -126,8 +127,9 @@ async def test_none_of_20_000_texts_earns_anything_or_stalls_the_loop(tools: Gra
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_16_hostile_programs_leave_the_loop_to_4_honest_ones(
-    name: str, tools: GraderTools
+    name: str, tools: GraderTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(candidate, "JUDGING_CPU_S", 0.5)  # all 16 of some take all they may
     tests, program = HOSTILE[name]
     row = {"tests": "assert f(7) == 8"}
     hostile = [

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, List, Literal, Optional, Tuple, Union  # noqa: UP035 (users write these too)
 
 import pytest
-from transformers.utils.chat_template_utils import get_json_schema
 
 from services.reward.job_code.inside_schemas import NoSchema, schema_of
 
@@ -135,6 +134,8 @@ CASES: list[Callable[..., Any]] = [
 
 @pytest.mark.parametrize("tool", CASES, ids=lambda tool: tool.__qualname__)
 def test_a_schema_equals_that_of_transformers(tool: Callable[..., Any]) -> None:
+    from transformers.utils.chat_template_utils import get_json_schema
+
     assert schema_of(tool) == get_json_schema(tool)
     assert str(schema_of(tool)) == str(get_json_schema(tool)), "in another order"
 
@@ -179,6 +180,8 @@ def one_in_a_tuple(a: tuple[int]) -> None:
     ],
 )
 def test_a_tool_that_transformers_refuses_is_refused(tool: Callable[..., Any], says: str) -> None:
+    from transformers.utils.chat_template_utils import get_json_schema
+
     with pytest.raises(NoSchema, match=says):
         schema_of(tool)
     with pytest.raises(Exception, match=r"Cannot generate|missing a type hint|single element"):

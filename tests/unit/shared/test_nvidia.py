@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 from deploy.machine import visible_devices
 from hone.commands import doctor
@@ -142,6 +141,8 @@ def test_a_gpu_without_a_device_file_is_used_if_torch_can(
 
 @on_cpu_build
 def test_the_laptops_packages_do_not_compute_beside_a_card(one_card: pytest.MonkeyPatch) -> None:
+    import torch
+
     assert torch.version.cuda is None
     with pytest.raises(Failed, match=NO_CUDA):
         nvidia.check()
