@@ -26,7 +26,7 @@ LINES = {
     "services/orchestrator/store": 3_110,
     "services/reward": 14_620,
     "services/rollout": 5_820,
-    "services/trainer": 10_380,
+    "services/trainer": 10_530,
     "bench": 4_180,
     "deploy": 4_630,
 }

@@ -6,7 +6,9 @@ change. On a GPU in 16 bits keys and values are gathered from each node and its 
 nodes are one call of torch's kernel for sequences of unequal length, without a mask or padding.
 Everywhere else it is `scaled_dot_product_attention` over dense batches: of whole trees of similar
 length, each with a mask of its own, where a tree is small; else of sibling nodes of similar length,
-whose keys are gathered and which have one mask (`batches_of`).
+whose keys are gathered and which have one mask (`batches_of`). On a CPU nothing is gathered for
+larger trees: all that is below a node attends to the node's tokens in one call, and the results are
+added up (`CascadeAttention`).
 
 A packed row is a forest with one node per sequence, so the same function serves it.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any, cast
 
@@ -80,14 +82,38 @@ class NodeBatch:
 def batches_of(forest: Forest, window: int | None = None) -> list[NodeBatch]:
     """Returns the batches that hold each of the forest's tokens as a query once. `window`: how many
     positions a token sees, its own included; None: its own and all before it."""
-    whole: list[Tree] = []
-    apart: list[Node] = []
-    for tree in trees_of(forest):
-        if tree.is_cheaper_whole:
-            whole.append(tree)
-        else:
-            apart += tree.nodes
-    return [*_tree_batches(forest, whole, window), *node_batches(forest, window, apart)]
+    whole, apart = _whole_and_apart(forest)
+    nodes = [node for tree in apart for node in tree.nodes]
+    return [*_tree_batches(forest, whole, window), *node_batches(forest, window, nodes)]
+
+
+def own_batches_of(forest: Forest) -> list[NodeBatch]:
+    """As `batches_of`, without the keys of a node's ancestors."""
+    whole, apart = _whole_and_apart(forest)
+    nodes = [replace(node, ancestors=()) for tree in apart for node in tree.nodes]
+    return [*_tree_batches(forest, whole, None), *node_batches(forest, None, nodes)]
+
+
+def _whole_and_apart(forest: Forest) -> tuple[list[Tree], list[Tree]]:
+    """Returns the trees that are cheaper as a whole, and the others."""
+    trees = trees_of(forest)
+    return (
+        [tree for tree in trees if tree.is_cheaper_whole],
+        [tree for tree in trees if not tree.is_cheaper_whole],
+    )
+
+
+def parents_of(forest: Forest) -> list[tuple[slice, slice]]:
+    """Returns, for each node with children in a tree that is not computed as a whole, the columns
+    of its tokens and of all tokens below it, which follow them."""
+    ends_T = _last_columns(forest)
+    _, apart = _whole_and_apart(forest)
+    ends = [(node.start, node.start + node.length) for tree in apart for node in tree.nodes]
+    return [
+        (slice(start, end), slice(end, int(ends_T[start]) + 1))
+        for start, end in ends
+        if end <= ends_T[start]
+    ]
 
 
 @dataclass(frozen=True)
@@ -227,18 +253,23 @@ class _Batch:
 @dataclass(frozen=True)
 class DenseAttention:
     """The batches of a row. `queries_M` and `keys_M` are the columns of all their queries and keys,
-    one batch after the other, and the query of column t is number `queries_T[t]` of all."""
+    one batch after the other, and the query of column t is number `queries_T[t]` of all. `lengths`:
+    each batch's `lengths_B`."""
 
     batches: tuple[_Batch, ...]
+    lengths: tuple[tuple[int, ...], ...]
     queries_M: Tensor
     keys_M: Tensor
     queries_T: Tensor
 
     @classmethod
     def of(
-        cls, forest: Forest, window: int | None, device: torch.device, dtype: torch.dtype
+        cls,
+        of_row: Sequence[NodeBatch],
+        window: int | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> DenseAttention:
-        of_row = batches_of(forest, window)
         of_nodes = [batch for batch in of_row if batch.is_masked and batch.seen_BQK is None]
         mask_QK = _mask(of_nodes, window, device, dtype)
         batches: list[_Batch] = []
@@ -266,12 +297,12 @@ class DenseAttention:
         on_device = (
             to_device(torch.from_numpy(each), device) for each in (queries_M, keys_M, queries_T)
         )
-        return cls(tuple(batches), *on_device)
+        return cls(tuple(batches), tuple(one.lengths_B for one in of_row), *on_device)
 
     def attend(self, q_TAD: Tensor, k_THD: Tensor, v_THD: Tensor, scaling: float | None) -> Tensor:
         """Returns the attention `[T, A, D]` of a row's queries to its keys and values."""
         # All batches are gathered at once: the gradient of each gathering has the size of the row.
-        queries = self._gathered(q_TAD, self.queries_M, [one.num_queries for one in self.batches])
+        queries = self.by_query(q_TAD)
         keys, values = (
             self._gathered(row_THD, self.keys_M, [one.num_keys for one in self.batches])
             for row_THD in (k_THD, v_THD)
@@ -290,8 +321,17 @@ class DenseAttention:
                 scale=scaling,
                 enable_gqa=not q_TAD.is_cuda,
             )
-            done.append(out_BAQD.transpose(1, 2).flatten(0, 1))
-        return torch.cat(done).index_select(0, self.queries_T)
+            done.append(out_BAQD)
+        return self.in_order(done)
+
+    def by_query(self, row_TAD: Tensor) -> list[Tensor]:
+        """Returns what a row has for each query of each batch `[B, A, Q, D]`."""
+        return self._gathered(row_TAD, self.queries_M, [one.num_queries for one in self.batches])
+
+    def in_order(self, of_batches: Sequence[Tensor]) -> Tensor:
+        """Returns what batches have for each query `[B, A, Q, D]` in the order of the row."""
+        parts = [part.transpose(1, 2).flatten(0, 1) for part in of_batches]
+        return torch.cat(parts).index_select(0, self.queries_T)
 
     def _gathered(self, row_THD: Tensor, columns_M: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Returns each batch's `[B, H, length, D]` of the row's columns.
@@ -307,6 +347,100 @@ class DenseAttention:
             part.unflatten(0, (-1, length)).transpose(1, 2)
             for part, length in zip(chosen.split(sizes), lengths, strict=True)
         ]
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True)
+class CascadeAttention:
+    """Attention on a CPU in which each node's keys are read where they are: the tokens of a node
+    attend to the node by `own`, and all tokens below it attend to it in one call, without a mask.
+    What a token gets from its node and from each ancestor is added up by the softmaxes' sums
+    (Hydragen, arXiv:2402.05099). The kernel's backward pass gives the gradients of each part if it
+    gets the result and the sum of all parts. `parents`: see `parents_of`."""
+
+    own: DenseAttention
+    parents: tuple[tuple[slice, slice], ...]
+
+    @property
+    def keys_M(self) -> Tensor:
+        return self.own.keys_M
+
+    def attend(self, q_TAD: Tensor, k_THD: Tensor, v_THD: Tensor, scaling: float | None) -> Tensor:
+        """As `DenseAttention.attend`."""
+        return cast(Tensor, _Cascade.apply(self, scaling, q_TAD, k_THD, v_THD))
+
+    def parts(
+        self, below: Sequence[Tensor], keys: Sequence[Tensor]
+    ) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+        """Yields the two slices of each of `parents`, with the parts `[1, A, N, D]` of the rows of
+        queries `below` it and of its own rows of `keys`."""
+        for own, after in self.parents:
+            cut = [row[after] for row in below] + [row[own] for row in keys]
+            yield own, after, [part.transpose(0, 1)[None] for part in cut]
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        cascade: CascadeAttention,
+        scaling: float | None,
+        q_TAD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+    ) -> Tensor:
+        own = cascade.own
+        outs, sums = zip(
+            *(
+                _flash(*qkv, 0.0, batch.mask is None, attn_mask=batch.mask, scale=scaling)
+                for batch, *qkv in zip(
+                    own.batches, *map(own.by_query, (q_TAD, k_THD, v_THD)), strict=True
+                )
+            ),
+            strict=True,
+        )
+        out_TAD, sum_TA = own.in_order(outs), own.in_order(sums)
+        for _, below, qkv in cascade.parts([q_TAD], [k_THD, v_THD]):
+            out, log_sum = (part[0].transpose(0, 1) for part in _flash(*qkv, scale=scaling))
+            total = torch.logaddexp(sum_TA[below], log_sum)
+            out_TAD[below] *= (sum_TA[below] - total).exp_()[..., None]
+            out_TAD[below] += out * (log_sum - total).exp_()[..., None]
+            sum_TA[below] = total
+        ctx.cascade, ctx.scaling = cascade, scaling
+        ctx.save_for_backward(q_TAD, k_THD, v_THD, out_TAD, sum_TA)
+        return out_TAD
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TAD: Tensor) -> tuple[Any, ...]:  # pyright: ignore
+        cascade, scale, saved = ctx.cascade, ctx.scaling, ctx.saved_tensors
+        own: DenseAttention = cascade.own
+        q_TAD, k_THD, v_THD, out_TAD, sum_TA = saved
+        found: list[Any] = []
+        rows = [own.by_query(row) for row in (gradient_TAD, *saved)]
+        for batch, lengths, gradient, *of_batch in zip(
+            own.batches, own.lengths, *rows, strict=True
+        ):
+            for number, length in enumerate(lengths):
+                gradient[number, :, length:] = 0.0  # padding repeats the last query
+            causal, mask = batch.mask is None, batch.mask
+            found.append(
+                _flash_backward(gradient, *of_batch, 0.0, causal, attn_mask=mask, scale=scale)
+            )
+        dq_TAD, dk_THD, dv_THD = map(own.in_order, zip(*found, strict=True))
+        queries = [gradient_TAD, q_TAD, out_TAD, sum_TA]
+        for node, below, parts in cascade.parts(queries, [k_THD, v_THD]):
+            gradient, q, out, log_sum, k, v = parts
+            of_part = _flash_backward(
+                gradient, q, k, v, out, log_sum, 0.0, False, attn_mask=None, scale=scale
+            )
+            dq, dk, dv = (one[0].transpose(0, 1) for one in of_part)
+            dq_TAD[below] += dq
+            dk_THD[node] += dk
+            dv_THD[node] += dv
+        return None, None, dq_TAD, dk_THD, dv_THD
 
 
 def _mask(
@@ -488,8 +622,8 @@ class ForestAttention:
     device: torch.device
     is_recomputed: bool = False
     """The model computes each whole layer again in the backward pass."""
-    _dense: dict[int | None, DenseAttention] = field(
-        default_factory=dict[int | None, DenseAttention]
+    _dense: dict[int | None, DenseAttention | CascadeAttention] = field(
+        default_factory=dict[int | None, DenseAttention | CascadeAttention]
     )
     _ragged: dict[int | None, RaggedAttention] = field(
         default_factory=dict[int | None, RaggedAttention]
@@ -520,10 +654,17 @@ class ForestAttention:
             return compute(q_TAD, *others)
         return checkpoint(compute, q_TAD, *others, use_reentrant=False, preserve_rng_state=False)
 
-    def dense(self, window: int | None, dtype: torch.dtype) -> DenseAttention:
-        """Returns the row's attention for a window and for queries of a dtype."""
+    def dense(
+        self, window: int | None, dtype: torch.dtype, *, same_sizes: bool = True
+    ) -> DenseAttention | CascadeAttention:
+        """Returns the row's attention for a window and for queries of a dtype. `same_sizes`: heads
+        of values have the size of heads of keys, as the kernel for CPUs needs."""
         if window not in self._dense:
-            self._dense[window] = DenseAttention.of(self.forest, window, self.device, dtype)
+            may_cascade = window is None and self.device.type == "cpu" and same_sizes
+            parents = parents_of(self.forest) if may_cascade else []
+            batches = own_batches_of(self.forest) if parents else batches_of(self.forest, window)
+            dense = DenseAttention.of(batches, window, self.device, dtype)
+            self._dense[window] = CascadeAttention(dense, tuple(parents)) if parents else dense
         return self._dense[window]
 
     def ragged(self, window: int | None) -> RaggedAttention:
@@ -575,7 +716,8 @@ def attend(
         if dtype.itemsize == 2 and query.device.type == "cpu":
             # the kernel's backward pass in 16 bits would take 2 to 10 times as long
             dtype = torch.float32
-        dense = forest.dense(sliding_window, dtype)
+        same_sizes = query.shape[-1] == value.shape[-1]
+        dense = forest.dense(sliding_window, dtype, same_sizes=same_sizes)
         in_dtype = (each.to(dtype) for each in (q_TAD, k_THD, v_THD))
         out_TAD = forest.attended(dense.attend, len(dense.keys_M), *in_dtype, scaling)
     return out_TAD.to(query.dtype)[None], None

@@ -47,6 +47,12 @@ def every_prefix(monkeypatch):
     monkeypatch.setattr(forest, "MIN_SAVED", 1)
 
 
+@pytest.fixture
+def gathers(monkeypatch):
+    """Has a CPU gather the keys of ancestors, as a GPU in float32 does."""
+    monkeypatch.setattr(attention, "parents_of", lambda _: [])
+
+
 def test_a_group_has_its_prompt_once(every_prefix):
     built = build_forest([ids("ABCDxy"), ids("PQ"), ids("ABCDz")])
     assert built.nodes == (Node(0, 4), Node(4, 2, 4, (0,)), Node(6, 1, 4, (0,)), Node(7, 2))
@@ -252,7 +258,7 @@ def test_gradient_checkpointing_works_over_a_forest():
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
-def test_a_pass_does_not_keep_the_keys_that_branches_gather(every_prefix, monkeypatch):
+def test_a_pass_does_not_keep_the_keys_that_branches_gather(every_prefix, gathers, monkeypatch):
     """40 branches of one token gather their 60 common tokens again each: 2,500 keys of 100 tokens.
     Without recomputing, each of 3 layers keeps their 2 x 2 heads x 8 numbers in float32."""
     monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
@@ -282,6 +288,58 @@ def test_a_pass_does_not_keep_the_keys_that_branches_gather(every_prefix, monkey
     gathered = 3 * 2500 * 2 * 2 * 8 * 4
     assert kept[10**6] - kept[2] == pytest.approx(gathered, rel=0.1)
     assert all(map(torch.equal, gradients[2], gradients[10**6]))
+
+
+DEEP = ("ABCDEFGHxy", "ABCDEFGHz", "ABCDEFGHzuvw", "ABCDkl", "ABCDkmn", "PQ", "RST", "RSU", "A")
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_cascade_is_attention_to_all_tokens_before(every_prefix, monkeypatch, num_groups):
+    """Against a softmax over the tokens before each one in its sequence, written out, for a tree of
+    four levels beside a small one that is computed as a whole."""
+    monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 30)
+    built = build_forest([ids(text) for text in DEEP])
+    cascade = attention.ForestAttention(built, torch.device("cpu")).dense(None, torch.float64)
+    assert isinstance(cascade, attention.CascadeAttention)
+    levels = [(after.start - own.start, after.stop - after.start) for own, after in cascade.parents]
+    # A, BCD, EFGH, z before uvw, and k before l and mn. RST and RSU are a whole tree, with a mask.
+    assert levels == [(1, 17), (3, 14), (4, 6), (1, 3), (1, 3)]
+    assert cascade.own.batches[0].mask is not None
+    torch.manual_seed(0)
+    shapes = ((2 * num_groups, 8), (2, 8), (2, 8))
+    q, k, v = (
+        torch.randn(len(built.tokens_T), *shape, dtype=torch.float64, requires_grad=True)
+        for shape in shapes
+    )
+    expected = torch.zeros_like(q)
+    for columns in built.columns:
+        for place, column in enumerate(columns):
+            seen = torch.from_numpy(columns[: place + 1])
+            keys, values = (row[seen].repeat_interleave(num_groups, 1) for row in (k, v))
+            weights = (0.5 * torch.einsum("ad,kad->ak", q[column], keys)).softmax(-1)
+            one = torch.zeros_like(q)
+            one[column] = 1.0
+            expected = torch.where(one > 0, torch.einsum("ak,kad->ad", weights, values), expected)
+    out = cascade.attend(q, k, v, 0.5)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(each, [q, k, v], upstream) for each in (out, expected))
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_values_of_another_size_than_keys_are_gathered(every_prefix, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
+    row = attention.ForestAttention(build_forest([ids("ABx"), ids("ABy")]), torch.device("cpu"))
+    q, k, v = (torch.randn(1, 2, 4, size) for size in (8, 8, 6))
+    module = Mock(is_causal=True)
+    attended, _ = attention.attend(module, q, k, v, None, forest=row)
+    assert isinstance(row.dense(None, torch.float32), DenseAttention)
+    for columns in ([0, 1, 2], [0, 1, 3]):
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            *(each[:, :, columns] for each in (q, k, v)), is_causal=True
+        )
+        torch.testing.assert_close(attended[0, columns].transpose(0, 1), alone[0])
 
 
 def test_a_token_that_two_sequences_train_has_both_losses():
@@ -348,7 +406,7 @@ def test_a_micro_batch_keeps_no_masks_of_the_pass_that_is_over():
     assert on_device.forest.windows == {None} and batch.forest.windows == set()
 
 
-def test_all_masks_of_a_row_are_parts_of_the_largest(every_prefix, monkeypatch):
+def test_all_masks_of_a_row_are_parts_of_the_largest(every_prefix, gathers, monkeypatch):
     monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 3)
     monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
     row = attention.ForestAttention(build_forest([ids("AB"), ids("ABcdefg")]), torch.device("cpu"))
