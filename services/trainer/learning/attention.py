@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import deterministic
@@ -370,7 +371,9 @@ class CascadeAttention:
 
     def attend(self, q_TAD: Tensor, k_THD: Tensor, v_THD: Tensor, scaling: float | None) -> Tensor:
         """As `DenseAttention.attend`."""
-        return cast(Tensor, _Cascade.apply(self, scaling, q_TAD, k_THD, v_THD))
+        # The kernel takes the elements of a head as neighbours in memory, without a check.
+        qkv = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TAD, k_THD, v_THD))
+        return cast(Tensor, _Cascade.apply(self, scaling, *qkv))
 
     def parts(
         self, below: Sequence[Tensor], keys: Sequence[Tensor]
@@ -414,22 +417,11 @@ class _Cascade(torch.autograd.Function):
         return out_TAD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_TAD: Tensor) -> tuple[Any, ...]:  # pyright: ignore
         cascade, scale, saved = ctx.cascade, ctx.scaling, ctx.saved_tensors
-        own: DenseAttention = cascade.own
         q_TAD, k_THD, v_THD, out_TAD, sum_TA = saved
-        found: list[Any] = []
-        rows = [own.by_query(row) for row in (gradient_TAD, *saved)]
-        for batch, lengths, gradient, *of_batch in zip(
-            own.batches, own.lengths, *rows, strict=True
-        ):
-            for number, length in enumerate(lengths):
-                gradient[number, :, length:] = 0.0  # padding repeats the last query
-            causal, mask = batch.mask is None, batch.mask
-            found.append(
-                _flash_backward(gradient, *of_batch, 0.0, causal, attn_mask=mask, scale=scale)
-            )
-        dq_TAD, dk_THD, dv_THD = map(own.in_order, zip(*found, strict=True))
+        dq_TAD, dk_THD, dv_THD = _own_gradients(cascade.own, scale, gradient_TAD, *saved)
         queries = [gradient_TAD, q_TAD, out_TAD, sum_TA]
         for node, below, parts in cascade.parts(queries, [k_THD, v_THD]):
             gradient, q, out, log_sum, k, v = parts
@@ -441,6 +433,21 @@ class _Cascade(torch.autograd.Function):
             dk_THD[node] += dk
             dv_THD[node] += dv
         return None, None, dq_TAD, dk_THD, dv_THD
+
+
+def _own_gradients(
+    own: DenseAttention, scale: float | None, gradient_TAD: Tensor, *saved: Tensor
+) -> Iterator[Tensor]:
+    """Returns the gradients of the row's queries, keys and values by what each token gets from its
+    own node."""
+    found: list[Any] = []
+    rows = [own.by_query(row) for row in (gradient_TAD, *saved)]
+    for batch, lengths, gradient, *of_batch in zip(own.batches, own.lengths, *rows, strict=True):
+        for number, length in enumerate(lengths):
+            gradient[number, :, length:] = 0.0  # padding repeats the last query
+        causal, mask = batch.mask is None, batch.mask
+        found.append(_flash_backward(gradient, *of_batch, 0.0, causal, attn_mask=mask, scale=scale))
+    return map(own.in_order, zip(*found, strict=True))
 
 
 def _mask(
@@ -622,8 +629,8 @@ class ForestAttention:
     device: torch.device
     is_recomputed: bool = False
     """The model computes each whole layer again in the backward pass."""
-    _dense: dict[int | None, DenseAttention | CascadeAttention] = field(
-        default_factory=dict[int | None, DenseAttention | CascadeAttention]
+    _dense: dict[tuple[int | None, bool], DenseAttention | CascadeAttention] = field(
+        default_factory=dict[tuple[int | None, bool], DenseAttention | CascadeAttention]
     )
     _ragged: dict[int | None, RaggedAttention] = field(
         default_factory=dict[int | None, RaggedAttention]
@@ -637,7 +644,7 @@ class ForestAttention:
     @property
     def windows(self) -> set[int | None]:
         """The sliding windows that layers used; None: a layer without a window."""
-        return {*self._dense, *self._ragged}
+        return {*(window for window, _ in self._dense), *self._ragged}
 
     def attended(
         self,
@@ -659,13 +666,14 @@ class ForestAttention:
     ) -> DenseAttention | CascadeAttention:
         """Returns the row's attention for a window and for queries of a dtype. `same_sizes`: heads
         of values have the size of heads of keys, as the kernel for CPUs needs."""
-        if window not in self._dense:
+        key = window, same_sizes
+        if key not in self._dense:
             may_cascade = window is None and self.device.type == "cpu" and same_sizes
             parents = parents_of(self.forest) if may_cascade else []
             batches = own_batches_of(self.forest) if parents else batches_of(self.forest, window)
             dense = DenseAttention.of(batches, window, self.device, dtype)
-            self._dense[window] = CascadeAttention(dense, tuple(parents)) if parents else dense
-        return self._dense[window]
+            self._dense[key] = CascadeAttention(dense, tuple(parents)) if parents else dense
+        return self._dense[key]
 
     def ragged(self, window: int | None) -> RaggedAttention:
         if window not in self._ragged:

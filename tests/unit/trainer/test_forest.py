@@ -328,13 +328,27 @@ def test_a_cascade_is_attention_to_all_tokens_before(every_prefix, monkeypatch, 
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("strided", [0, 1, 2])
+def test_a_cascade_takes_tensors_as_they_lie_in_memory(every_prefix, monkeypatch, strided):
+    monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
+    row = attention.ForestAttention(build_forest([ids("ABx"), ids("ABy")]), torch.device("cpu"))
+    cascade = row.dense(None, torch.float32)
+    assert isinstance(cascade, attention.CascadeAttention)
+    qkv = [torch.randn(4, 2, 8) for _ in range(3)]
+    expected = cascade.attend(*qkv, 0.5)
+    qkv[strided] = qkv[strided].transpose(0, 2).contiguous().transpose(0, 2)
+    assert qkv[strided].stride(-1) != 1
+    torch.testing.assert_close(cascade.attend(*qkv, 0.5), expected)
+
+
 def test_values_of_another_size_than_keys_are_gathered(every_prefix, monkeypatch):
     monkeypatch.setattr(attention, "MAX_TREE_PAIRS", 0)
     row = attention.ForestAttention(build_forest([ids("ABx"), ids("ABy")]), torch.device("cpu"))
     q, k, v = (torch.randn(1, 2, 4, size) for size in (8, 8, 6))
     module = Mock(is_causal=True)
     attended, _ = attention.attend(module, q, k, v, None, forest=row)
-    assert isinstance(row.dense(None, torch.float32), DenseAttention)
+    assert isinstance(row.dense(None, torch.float32, same_sizes=False), DenseAttention)
+    assert attention.attend(module, q, k, k, None, forest=row)[0].shape == (1, 4, 2, 8)
     for columns in ([0, 1, 2], [0, 1, 3]):
         alone = torch.nn.functional.scaled_dot_product_attention(
             *(each[:, :, columns] for each in (q, k, v)), is_causal=True
