@@ -114,11 +114,14 @@ class A:
 
 
 def test_make_test_runs_every_test_file() -> None:
-    """It names the folders of its two runs: workers import every file that they are given."""
+    """It names the folders of its two runs: workers import every file that they are given. The
+    second run has all tests of its folders, and the first one those without a mark of the rest."""
     marked = re.compile(r"mark\.(system|engine)\b")
     recipe = (ROOT / "Makefile").read_text().partition("\nOF_ENGINES := ")[2]
     of_engines, _, rest = recipe.partition("\n")
-    plain = re.findall(r"^\t\t(tests/.*)$", rest, re.MULTILINE)[0]
+    first, second = re.findall(r"^\t\t(.*tests/.*|.*OF_ENGINES.*)$", rest, re.MULTILINE)
+    plain = first.removeprefix("$(OF_ENGINES:%=--ignore=%) ")
+    assert second == '-m "not (gpu or clients or compat or soak)" $(OF_ENGINES)'
     apart = ("tests/compat/", "tests/gpu/")  # `make compat` and `make gpu` run these
     files = [file for file in MODULES if re.fullmatch(r"tests/.*/test_\w+\.py", file)]
     assert len(files) > 200
