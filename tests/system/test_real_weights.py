@@ -52,8 +52,9 @@ class Limits:
 
 LIMITS = {
     # Rounding to 8 bits in 30 layers, at completions of 2.8 nats per token: measured 0.041 and
-    # 1.8e-3. Where one answer is likely, both are a tenth of that.
-    "bfloat16": Limits(mean=0.08, k3=4e-3, change=0.01),
+    # 1.8e-3. Where one answer is likely, both are a tenth of that. A change of 0.01 moves the
+    # canary by 0.25 nats, and by the weights of that step 0.25 to 0.33 are allowed.
+    "bfloat16": Limits(mean=0.08, k3=4e-3, change=0.02),
     # Measured 7.5e-6 and 4.4e-11. A temperature of 1.001 in place of 1 would be 1e-3.
     "float32": Limits(mean=5e-5, k3=5e-9, change=1e-4),
 }

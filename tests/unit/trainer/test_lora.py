@@ -168,9 +168,10 @@ def test_a_mixture_of_experts_has_adapters_on_its_attention(tmp_path, kind):
     # Of each of two layers: q and o are 64 x 64, k and v 64 x 32; rank 2.
     assert trained == 2 * 2 * (2 * (64 + 64) + 2 * (64 + 32))
     assert find_model(str(tmp_path)).num_trainable(spec) == trained
+    torch.manual_seed(0)  # one adapter of 40 amplifies rounding to more than is allowed below
     with torch.no_grad():
         for layer in lora.lora_layers(model).values():
-            layer.lora_B["default"].weight.normal_()
+            layer.lora_B["default"].weight.normal_(std=0.3)
     merged, ids = load(tmp_path, "float32"), torch.arange(12)[None]
     merged.load_state_dict(lora.merged(model, whole_weights(model)))
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
