@@ -200,8 +200,8 @@ class Settings(Documented):
 
     max_key_jobs: int = Field(default=MAX_KEY_JOBS, ge=1)
     """Most jobs of one API key that have not ended; paused ones and models of programs count.
-    Each takes up to 1 MiB of Redis, whose memory all share. Jobs that are submitted with HONE_TOKEN
-    do not count: who has it can also raise this."""
+    Each takes up to 1 MiB of Redis's memory, which all jobs share. Jobs that are submitted with
+    HONE_TOKEN do not count: whoever has it can also raise this limit."""
 
     patience_s: float = Field(default=90.0, gt=0)
     """Seconds without a break that a service may be unavailable (unreachable, or answering 503)
