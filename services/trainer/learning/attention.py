@@ -6,9 +6,9 @@ change. On a GPU in 16 bits keys and values are gathered from each node and its 
 nodes are one call of torch's kernel for sequences of unequal length, without a mask or padding.
 Everywhere else it is `scaled_dot_product_attention` over dense batches: of whole trees of similar
 length, each with a mask of its own, where a tree is small; else of sibling nodes of similar length,
-whose keys are gathered and which have one mask (`batches_of`). On a CPU nothing is gathered for
-larger trees: all that is below a node attends to the node's tokens in one call, and the results are
-added up (`CascadeAttention`).
+whose keys are gathered and which have one mask (`batches_of`). On a CPU, without a sliding window,
+nothing is gathered for larger trees: all tokens below a node attend to the node's tokens in one
+call, and the results are added up (`CascadeAttention`).
 
 A packed row is a forest with one node per sequence, so the same function serves it.
 
