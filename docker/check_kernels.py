@@ -1,5 +1,5 @@
-"""Run at the end of an image's build, as the image's user: what the service compiles at run time
-compiles there, and computes what it should. `check_kernels.py rollout` or `trainer`.
+"""Run at the end of the sampler's image's build, as the image's user: what the service compiles at
+run time compiles there, and computes what it should.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import ctypes
 import os
 import re
 import subprocess
-import sys
 import tempfile
 
 MODULE = """
@@ -25,19 +24,7 @@ ARCHITECTURE = "9.0a"
 """What FlashInfer is compiled for here, where no GPU says it: Hopper."""
 
 
-def trainer() -> None:
-    """DeepSpeed's CPU Adam takes a step: its first is the learning rate long."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    parameter = torch.nn.Parameter(torch.ones(8))
-    parameter.grad = torch.ones(8)
-    DeepSpeedCPUAdam([parameter], lr=0.1).step()
-    assert torch.allclose(parameter, torch.full((8,), 0.9)), parameter
-
-
-def rollout() -> None:
+def main() -> None:
     """Inductor's kernels for a CPU, Triton's launchers, and FlashInfer's sampler where torch has
     CUDA."""
     import torch
@@ -77,4 +64,4 @@ def flashinfer() -> None:
 
 
 if __name__ == "__main__":
-    {"rollout": rollout, "trainer": trainer}[sys.argv[1]]()
+    main()

@@ -1,4 +1,4 @@
-# The trainer: DeepSpeed, and the C++ compiler that its CPU Adam is compiled with at first use.
+# The trainer: DeepSpeed, none of whose extensions is compiled.
 # VARIANT is cuda or cpu. To pin another base:
 #   docker buildx imagetools inspect python:3.11-slim-bookworm
 ARG BASE=python:3.11.16-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
@@ -17,11 +17,6 @@ COPY . .
 RUN --mount=type=cache,target=/root/.cache/uv sh docker/install.sh hone
 
 FROM ${BASE}
-# Debian keeps only the newest build of a package, so its version cannot be pinned.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
 RUN groupadd --gid 10001 hone \
     && useradd --uid 10001 --gid hone --home-dir /cache --no-create-home --shell /usr/sbin/nologin hone \
     && install -d -o hone -g hone /runs /models /data /cache /weights /run/hone/secrets
@@ -32,9 +27,6 @@ ENV PATH=/opt/venv/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton \
     HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_SHM_DIR=/weights
 USER 10001:10001
-RUN --mount=type=bind,source=docker/check_kernels.py,target=/check/check_kernels.py \
-    HOME=/tmp XDG_CACHE_HOME=/tmp TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton \
-    python /check/check_kernels.py trainer && rm -rf /tmp/* /tmp/.[a-z]*
 COPY --from=hone /opt/hone /opt/venv
 WORKDIR /tmp
 EXPOSE 8002

@@ -24,9 +24,8 @@ CUDA = (
     "nvidia/cuda:13.0.2-devel-ubuntu22.04"
     "@sha256:6b6617592b94e7dcc6ffbe6d00720eed27bc6e3b4f06b26b93b4070c31f57391"
 )
-"""The image with the CUDA compiler, of the version with which torch was built: DeepSpeed's CPU Adam
-and kernels of FlashInfer are built where they run, and DeepSpeed refuses another version. The
-digest is for amd64."""
+"""The image with the CUDA compiler, of the version with which torch was built: FlashInfer's kernels
+are built where they run. The digest is for amd64."""
 
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"

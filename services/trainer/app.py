@@ -71,10 +71,8 @@ def create_service(
     run: Run,
     versions: dict[str, Any],
     problem: Problem = lambda _job: None,
-    doing: Callable[[], str | None] = lambda: None,
 ) -> Service:
-    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's. `doing` returns a
-    sentence on work that takes long now and was not requested, if there is any."""
+    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's."""
 
     async def of_use() -> str | None:
         return problem(trainer.state().job_id)
@@ -88,14 +86,14 @@ def create_service(
         service.ownership.check()
         return await run(name, body)
 
-    _add_job(service, trainer, run, doing)
+    _add_job(service, trainer, run)
     _add_training(service, run_for_owner)
     _add_checkpoints(service, trainer, run_for_owner)
     _serve_published_files(service, settings)
     return service
 
 
-def _add_job(service: Service, trainer: Trainer, run: Run, doing: Callable[[], str | None]) -> None:
+def _add_job(service: Service, trainer: Trainer, run: Run) -> None:
     ownership = service.ownership
 
     async def load_job(request: TrainerJob) -> TrainerState:
@@ -108,8 +106,7 @@ def _add_job(service: Service, trainer: Trainer, run: Run, doing: Callable[[], s
 
     async def state() -> TrainerState:
         """The job that is loaded and its last applied step."""
-        changes = {"doing": doing(), "taken": ownership.taken()}
-        return trainer.state().model_copy(update=changes)
+        return trainer.state().model_copy(update={"taken": ownership.taken()})
 
     async def release(request: ReleaseRequest) -> Released:
         """Frees the trainer from the job, so that other orchestrators may take it."""

@@ -97,12 +97,11 @@ class TrainerState(Fencing):
     changed no weight, because a loss or gradient was not finite. `resumed_step` is the checkpoint
     that the job resumed from, and `damaged` names newer checkpoints that could not be used.
     `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
-    failure. `boot_id` identifies this start of the ranks. `doing` is a sentence on work that takes
-    long now and was not requested. `sharing` are the jobs that are loaded and take turns, and
-    `turn_s` is how many seconds the last change of turns took (None: there was none). `gpu` is the
-    UUID of rank 0's GPU; a sampler on the same GPU can read its memory if both have the same
-    `memory_space` (shared/weights/meeting.py). `taken` is why the caller is refused: the trainer
-    has another orchestrator's job.
+    failure. `boot_id` identifies this start of the ranks. `sharing` are the jobs that are loaded
+    and take turns, and `turn_s` is how many seconds the last change of turns took (None: there was
+    none). `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read its memory if both
+    have the same `memory_space` (shared/weights/meeting.py). `taken` is why the caller is refused:
+    the trainer has another orchestrator's job.
     """
 
     job_id: JobId | None
@@ -121,7 +120,6 @@ class TrainerState(Fencing):
     restarts: int = 0
     last_failure: str | None = None
     boot_id: str = ""
-    doing: str | None = None
     gpu: str | None = None
     memory_space: str | None = None
     taken: str | None = None

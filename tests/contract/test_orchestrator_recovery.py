@@ -304,20 +304,20 @@ async def test_a_hub_that_is_unreachable_is_named_and_not_the_service_that_asks_
     assert any(message.startswith("the Hugging Face Hub is back after ") for message in said)
 
 
-async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
+async def test_followers_are_told_what_takes_a_sampler_long_while_it_loads(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "LOOK_AT_SERVICES_S", 0.05)
 
-    async def compiles(_: Any) -> None:
-        stack.fakes.doing = "compiling DeepSpeed's cpu_adam"
+    async def starts(_: Any) -> None:
+        stack.fakes.doing = "starting the engine"
         await asyncio.sleep(0.5)
         stack.fakes.doing = None
 
-    stack.fakes.fault["job"] = compiles
+    stack.fakes.fault["model"] = starts
     record = await stack.until((await stack.submit()).id)
     messages = [event.message for event in await stack.events(record.id)]
-    assert messages.count("the trainer is compiling DeepSpeed's cpu_adam") == 1
+    assert messages.count("the sampler is starting the engine") == 1
 
 
 @pytest.mark.parametrize("route", ["job", "model"])

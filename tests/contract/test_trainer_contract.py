@@ -226,13 +226,3 @@ async def test_the_trainer_is_not_ready_while_it_loads_a_job_again(rank):
         assert (await client._http.get("/healthz")).status_code == 200
         await call(client, "PUT", "/job", job_request(), TrainerState)
         assert (await client._http.get("/readyz")).status_code == 200
-
-
-async def test_the_state_says_what_takes_long(rank):
-    doing = [None, "compiling DeepSpeed's cpu_adam"]
-    service = create_service(Settings(), rank.trainer, rank.run, {}, doing=lambda: doing.pop(0))
-    async with Client(
-        "trainer", "http://localhost", transport=httpx2.ASGITransport(app=service.app)
-    ) as client:
-        assert (await client.get("/state", TrainerState)).doing is None
-        assert (await client.get("/state", TrainerState)).doing == "compiling DeepSpeed's cpu_adam"

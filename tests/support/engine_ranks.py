@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from services.trainer.processes.launcher import compiling, extensions_folder, remove_stale_locks
 from shared.job import Job
 from shared.job.file import parse_job
 from tests.support.trainer_reference import TEMPERATURE
 
 DEADLINE_S = 240
-COMPILING_S = 900
-"""The deadline while an extension of DeepSpeed's is being compiled: minutes, where others work."""
 
 SPREAD_SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
@@ -67,7 +64,6 @@ class Ranks:
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_stale_locks(os.environ | extensions_folder())
         context = warm()
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self._ours = [ours for ours, _ in pipes]
@@ -107,8 +103,6 @@ class Ranks:
     def _answer(self, rank: int) -> tuple[Any, str]:
         try:
             is_there = self._ours[rank].poll(DEADLINE_S)
-            if not is_there and compiling(os.environ | extensions_folder()):
-                is_there = self._ours[rank].poll(COMPILING_S - DEADLINE_S)
             assert is_there, f"rank {rank} did not answer within {DEADLINE_S} s"
             return self._ours[rank].recv()
         except EOFError:
@@ -122,7 +116,7 @@ def join(rank: int, num_ranks: int, store: Path) -> None:
 
     from services.trainer.zero.deepspeed_engine import quiet_libraries
 
-    os.environ |= extensions_folder() | {
+    os.environ |= {
         "DS_ACCELERATOR": "cpu",
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),

@@ -210,7 +210,7 @@ class FakeServices:
 
     async def _weights(self) -> ServingWeights:
         taken = self._services["rollout"].ownership.taken()
-        return self.serving.model_copy(update={"taken": taken})
+        return self.serving.model_copy(update={"taken": taken, "doing": self.doing})
 
     async def _release(self, body: ReleaseRequest) -> Released:
         self._services["trainer"].ownership.leave(body)
@@ -234,7 +234,6 @@ class FakeServices:
             restarts=self.restarts,
             last_failure=self.last_failure,
             damaged=self.damaged,
-            doing=self.doing,
             gpu=self.gpus[0],
             memory_space=self.spaces[0],
             taken=self._services["trainer"].ownership.taken(),

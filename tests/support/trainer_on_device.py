@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from services.trainer.processes.launcher import extensions_folder, remove_stale_locks
 from shared.wire import Example
 from tests.support.engine_ranks import a_job
 
@@ -144,8 +143,6 @@ def one_process(context: BaseContext | None = None) -> Iterator[ProcessPoolExecu
 def join_alone(device: torch.device) -> None:
     """Has torch.distributed with this process as its only rank, by what the device needs."""
     if not dist.is_initialized():
-        os.environ.update(extensions_folder())
-        remove_stale_locks()
         os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,6 @@ from shared.wire import (
     ServingWeights,
     SleepRequest,
     ToolChoice,
-    TrainerState,
     VersionInfo,
 )
 from shared.wire.packed import TokenIds
@@ -359,7 +358,7 @@ class Services:
         """Asks each service without a call under way whether it is there, so that the job's events
         say within seconds which is unreachable. Of the other services the calls themselves say it,
         and more reliably: a service that is still starting answers this question too. While the job
-        is loaded, also asks trainer and sampler what they do. The client reports errors, and the
+        is loaded, also asks a sampler what it does. The client reports errors, and the
         call that needs the service decides what follows."""
         clients = {
             "trainer": (self.trainer.client,),
@@ -372,18 +371,15 @@ class Services:
             client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
         ]
         if self.status.loads:
-            calls.append(self._note_doing("trainer", self.trainer.state))
-            calls.append(self._note_doing("sampler", self.samplers.state))
+            calls.append(self._note_sampler())
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _note_doing(
-        self, service: str, ask: Callable[[float], Awaitable[TrainerState | ServingWeights]]
-    ) -> None:
-        """Notes in the job's status, and says once in its events, what takes the service long."""
-        doing, details = (await ask(PRESENCE_DEADLINE_S)).doing, self.status.details
-        if doing and doing != details.get(service) and self.status.loads:
-            details[service] = doing
-            await self.caller.tell(f"the {service} is {doing}", False)
+    async def _note_sampler(self) -> None:
+        """Notes in the job's status, and says once in its events, what takes a sampler long."""
+        doing = (await self.samplers.state(PRESENCE_DEADLINE_S)).doing
+        if doing and doing != self.status.sampler and self.status.loads:
+            self.status.sampler = doing
+            await self.caller.tell(f"the sampler is {doing}", False)
 
     async def abort(self) -> None:
         """Ends what the samplers have under way of this job, and lets another orchestrator have

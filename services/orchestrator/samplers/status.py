@@ -36,11 +36,11 @@ P = ParamSpec("P")
 
 
 class AttemptStatus:
-    """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `details`
-    are services' messages while a stage `loads` the job. `missing` says, as a sentence, what the
-    job needs and lacks. `unreachable` has an entry of each client whose service is unreachable. The
-    rollout service counts as unreachable once all samplers of `serving()`, which serve the job, are
-    unreachable. `progress_at` is the time of the last answer."""
+    """The status of an attempt: its present `stage`, and the `next` one ("" if obvious). `sampler`
+    is what a sampler says of itself while a stage `loads` the job. `missing` says, as a sentence,
+    what the job needs and lacks. `unreachable` has an entry of each client whose service is
+    unreachable. The rollout service counts as unreachable once all samplers of `serving()`, which
+    serve the job, are unreachable. `progress_at` is the time of the last answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +59,8 @@ class AttemptStatus:
     def begin(
         self, stage: str, next: str = "", missing: str | None = None, *, loads: bool = False
     ) -> None:
-        self.stage, self.next, self.details = stage, next, dict[str, str]()
+        self.stage, self.next = stage, next
+        self.sampler: str | None = None
         self.missing, self.loads = missing, loads
         self._missing_since = (self._missing_since or time.time()) if missing else None
 
@@ -67,7 +68,7 @@ class AttemptStatus:
         """Returns the line for the job's followers."""
         parts = [
             *self._unanswered(),
-            *(f"the {service} is {what}" for service, what in sorted(self.details.items())),
+            *([f"the sampler is {self.sampler}"] if self.sampler else []),
             *self._away(),
         ]
         told = f": {'; '.join(parts)}" if parts else ""

@@ -1,5 +1,5 @@
-"""The launcher: keeps this node's ranks running under torchrun, and owns what outlives the ranks:
-their folder, and DeepSpeed's extensions, compiled once. It imports no torch.
+"""The launcher: keeps this node's ranks running under torchrun, and owns their folder, which
+outlives them. It imports no torch.
 
 When a rank dies, torchrun ends all ranks of this node. The launcher reports which rank died and
 why, and starts them again: at most MAX_RESTARTS times in ten minutes. The new ranks load
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -20,9 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,11 +93,9 @@ class Launcher:
     def _live(self, past: RestartHistory) -> int:
         """Runs the ranks until they end, and returns torchrun's exit code."""
         life = self._folder.new_life(past)
-        environment = rank_environment(self._settings)
-        remove_stale_locks(environment)
         self._torchrun = subprocess.Popen(
             torchrun_command(self._settings.trainer_ranks, life),
-            env=environment,
+            env=rank_environment(self._settings),
             start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
             preexec_fn=ending_with_parent(),
         )
@@ -144,8 +140,8 @@ def torchrun_command(num_ranks: int, life: Path) -> list[str]:
 
 
 def rank_environment(settings: Settings) -> dict[str, str]:
-    """Returns the ranks' environment: their share of threads, the interfaces for their sockets, and
-    the folder of DeepSpeed's extensions. `hone up` may start several trainers on this machine."""
+    """Returns the ranks' environment: their share of threads, and the interfaces for their sockets.
+    `hone up` may start several trainers on this machine."""
     cores = len(os.sched_getaffinity(0)) // (settings.trainers * settings.trainer_ranks)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores))
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -159,7 +155,6 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         socket_interfaces(settings)
         | allocator
         | idle_threads
-        | extensions_folder()
         | os.environ
         | nvidia.compilers()
         | no_store_server
@@ -340,87 +335,3 @@ def _replace(path: Path, data: bytes) -> None:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     aside.write_bytes(data)
     aside.replace(path)
-
-
-# --- DeepSpeed's extensions -----------------------------------------------------------------------
-
-
-EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
-"""torch's variable for the folder that extensions are compiled in."""
-
-SECOND_LOOK_S = 0.2
-"""Seconds after which an unheld lock counts as stale: a shorter time may be its release."""
-
-LOADING_S = 2.0
-"""A lock is held for less than this, in seconds, if the extension is compiled already."""
-
-
-def extensions_folder() -> dict[str, str]:
-    """Returns the variable that sets a folder of extensions for this Python environment.
-
-    In a shared folder each environment would compile the extensions of another one again, because
-    their paths differ.
-    """
-    if os.environ.get(EXTENSIONS_DIR):
-        return {}
-    names = (sys.prefix, sys.version, version("torch"), version("deepspeed"))
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
-    return {EXTENSIONS_DIR: str(_cache(os.environ) / "torch_extensions" / f"hone-{digest}")}
-
-
-def compiling(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns a sentence while an extension is being compiled; None otherwise."""
-    names = sorted(lock.parent.name for lock in _locks(environment) if _age_s(lock) >= LOADING_S)
-    if not names:
-        return None
-    return f"compiling DeepSpeed's {' and '.join(names)} (once, about two minutes)"
-
-
-def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
-    """Removes lock files that no process holds open. torch keeps one open while it compiles an
-    extension, and other processes wait until the file is removed: after a kill, for ever."""
-    # The file's identity is read first: a file made later is another process's, and held.
-    locks = [(lock, _identity(lock)) for lock in _locks(environment)]
-    locks = [(lock, identity) for lock, identity in locks if not _is_open(lock)]
-    if locks:
-        time.sleep(SECOND_LOOK_S)
-    for lock, identity in locks:
-        if not _is_open(lock) and identity is not None and _identity(lock) == identity:
-            lock.unlink(missing_ok=True)
-            get_logger().warning("stale lock of a compilation removed", path=str(lock))
-
-
-def _locks(environment: Mapping[str, str]) -> list[Path]:
-    folder = environment.get(EXTENSIONS_DIR)
-    root = Path(folder) if folder else _cache(environment) / "torch_extensions"
-    return list(root.glob("**/lock"))
-
-
-def _cache(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    """Returns a key that differs for another file of the same name; None without a file."""
-    try:
-        stat = file.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_ctime_ns
-
-
-def _age_s(file: Path) -> float:
-    try:
-        return time.time() - file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _is_open(file: Path) -> bool:
-    """Returns whether a process that this one may inspect holds the file open."""
-    real = str(file.resolve())
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if str(descriptor.readlink()) == real:
-                return True
-    return False

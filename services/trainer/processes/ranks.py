@@ -32,7 +32,7 @@ from services.trainer.app import create_service
 from services.trainer.disk.checkpoints import fingerprint
 from services.trainer.engine import Ranks
 from services.trainer.processes.commands import FirstLoad, Inbox, RanksRestartNeeded, follow, watch
-from services.trainer.processes.launcher import AGENT_PID, LaunchFolder, compiling
+from services.trainer.processes.launcher import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import (
     COLLECTIVE_TIMEOUT,
     READ_TIMEOUT,
@@ -219,7 +219,7 @@ def lead(
     loaded_before = folder.job()
     readiness = FirstLoad.after_loading(inbox, loaded_before)
     service = create_service(
-        settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem, compiling
+        settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem
     )
     if loaded_before:
         service.ownership.go_on(loaded_before)

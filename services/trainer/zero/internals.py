@@ -153,7 +153,7 @@ class Snapshot:
     parameter that it keeps."""
 
     masters: list[HostCopy]
-    states: list[dict[str, Any]]
+    states: list[dict[str, HostCopy]]
 
     @staticmethod
     @torch.no_grad()
@@ -162,13 +162,9 @@ class Snapshot:
         copies.begin()
         tensors = masters(zero)
         states = [zero.basic_optimizer.state.get(master, {}) for master in tensors]
-
-        def copied(value: Any) -> Any:
-            return copies.copy(value) if isinstance(value, Tensor) else value
-
         snapshot = Snapshot(
             [copies.copy(master) for master in tensors],
-            [{key: copied(value) for key, value in state.items()} for state in states],
+            [{key: copies.copy(value) for key, value in state.items()} for state in states],
         )
         _wait(tensors)
         return snapshot
@@ -181,11 +177,9 @@ class Snapshot:
             saved.restore(master)
             current = zero.basic_optimizer.state[master]
             if state and not current:  # an engine that has not stepped yet
-                current.update(new_state(zero, master))
+                current.update(new_state(master))
             for key, value in current.items():
-                if not isinstance(value, Tensor):
-                    current[key] = state.get(key, 0)
-                elif key in state:
+                if key in state:
                     state[key].restore(value)
                 else:
                     value.zero_()
@@ -197,10 +191,9 @@ STEPS = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def new_state(zero: Any, flat: Tensor) -> dict[str, Any]:
+def new_state(flat: Tensor) -> dict[str, Any]:
     """Returns a new optimizer state for `flat`, as the optimizer makes it at its first step."""
-    in_torch = isinstance(zero.basic_optimizer, torch.optim.AdamW)
-    count = torch.zeros((), dtype=torch.float32, device=flat.device) if in_torch else 0
+    count = torch.zeros((), dtype=torch.float32, device=flat.device)
     return {STEPS: count} | {what: torch.zeros_like(flat.detach()) for what in MOMENTS}
 
 
@@ -331,8 +324,8 @@ def forget_moments(zero: Any) -> None:
     """Makes the optimizer's state the one before its first step: moments are zero."""
     for master in masters(zero):
         state = zero.basic_optimizer.state.get(master, {})
-        for key, value in state.items():
-            state[key] = value.zero_() if isinstance(value, Tensor) else 0
+        for value in state.values():
+            value.zero_()
 
 
 def gather_persistent(optimizer: Any) -> None:

@@ -113,7 +113,7 @@ def start(policy: nn.Module, job: Job, dtype: torch.dtype) -> Any:
     refuses."""
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     settings = config(job, dtype, sum(parameter.numel() for parameter in trainable))
-    optimizer = make_optimizer(policy, offload=job.memory.offload_optimizer)
+    optimizer = make_optimizer(policy)
     try:
         if job.memory.zero_stage == 3:
             spread(policy, settings, dtype)
@@ -227,6 +227,7 @@ def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"} if stage > 0 else {},
         "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": True},
         "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # see make_optimizer
     }
     return merged(base, check_overrides(memory))
 
@@ -279,8 +280,9 @@ def optimization(training: TrainingSpec, learning_rate: float) -> Optimization:
     )
 
 
-def make_optimizer(policy: nn.Module, *, offload: bool) -> torch.optim.Optimizer:
-    """Returns AdamW over the trained parameters; DeepSpeed's CPU Adam if its state is offloaded.
+def make_optimizer(policy: nn.Module) -> torch.optim.Optimizer:
+    """Returns AdamW over the trained parameters, also where its state is offloaded: torch's fused
+    step on a CPU is as fast as DeepSpeed's, which would be compiled at first use.
 
     Weight decay applies only to matrices, as is usual, and not to norms and biases. Each `step`
     sets Adam's constants.
@@ -290,17 +292,5 @@ def make_optimizer(policy: nn.Module, *, offload: bool) -> torch.optim.Optimizer
     vectors = [parameter for parameter in trainable if parameter.dim() < 2]
     groups = [{"params": matrices, DECAYS: True}, {"params": vectors, DECAYS: False}]
     groups = [group for group in groups if group["params"]]
-    if not offload:
-        # Fused: `foreach` would make a second float32 copy of all weights in the middle of a step.
-        return torch.optim.AdamW(groups, lr=0.0, fused=True)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    try:
-        return DeepSpeedCPUAdam(groups, lr=0.0, adamw_mode=True)
-    except Exception as error:  # a compiler runs here, at first use, and can fail in many ways
-        raise BadRequest(
-            "memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at first use "
-            "and could not be "
-            f"(it needs ninja and a C++ compiler): {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+    # Fused: `foreach` would make a second float32 copy of all weights in the middle of a step.
+    return torch.optim.AdamW(groups, lr=0.0, fused=True)

@@ -163,8 +163,8 @@ def _restore(zero: Any, fragment: Fragment, saved: SavedFragments) -> None:
         return
     state = zero.basic_optimizer.state[fragment.flat]
     if not state:
-        state.update(new_state(zero, fragment.flat))
-    state[STEPS] = state[STEPS].fill_(steps) if isinstance(state[STEPS], Tensor) else steps
+        state.update(new_state(fragment.flat))
+    state[STEPS].fill_(steps)
     for what in MOMENTS:
         saved.read(f"{what}/{fragment.name}", start, end, fragment.of(state[what]))
 

@@ -347,11 +347,10 @@ def test_all_images_have_the_same_base() -> None:
     assert len(bases) == 1
 
 
-@pytest.mark.parametrize("name", ["rollout", "trainer"])
-def test_what_compiles_at_run_time_is_shown_to_compile_in_the_build(name: str) -> None:
-    text = (ROOT / f"docker/{name}.Dockerfile").read_text()
+def test_what_compiles_at_run_time_is_shown_to_compile_in_the_build() -> None:
+    text = (ROOT / "docker/rollout.Dockerfile").read_text()
     as_user = text[text.index("USER 10001") :]
-    assert f"python /check/check_kernels.py {name}" in as_user
+    assert "python /check/check_kernels.py" in as_user
     assert "install --yes --no-install-recommends g++" in text
 
 

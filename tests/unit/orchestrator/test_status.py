@@ -28,10 +28,10 @@ def test_the_line_has_stage_waits_details_who_is_unreachable_and_what_is_next() 
         now = 112.0
         with status.on("trainer", "loading the job"):
             now = 115.0
-            status.details["trainer"] = "compiling"
+            status.sampler = "reading the weights"
             assert status.line() == (
                 "loading the model: rollout: loading the model, 15 s; trainer: loading the job, "
-                "3 s; the trainer is compiling; then step 1"
+                "3 s; the sampler is reading the weights; then step 1"
             )
     status.begin("step 3 of 9")
     with status.on("rollout", "sampling a group"), status.on("rollout", "sampling a group"):

@@ -31,7 +31,6 @@ from tests.support.trainer_reference import (
     weights,
 )
 
-# The first with an offloaded optimizer compiles DeepSpeed's Adam.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
@@ -336,7 +335,6 @@ def test_in_bfloat16_stages_0_to_2_add_up_micro_batches_in_float32_and_step_alik
     )
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_in_bfloat16_an_offloaded_optimizer_adds_up_100_micro_batches_in_float32(
     rank, model, examples, tmp_path, stage
@@ -352,7 +350,6 @@ def test_in_bfloat16_an_offloaded_optimizer_adds_up_100_micro_batches_in_float32
     assert updates[1].grad_norm == pytest.approx(updates[0].grad_norm, rel=1e-3)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_optimizer_makes_the_same_update(rank, model, examples, tmp_path, stage):
     start, updates = weights(model), {}
