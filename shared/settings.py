@@ -510,44 +510,6 @@ ROW, REWARD_FILE = "HONE_ROW", "HONE_REWARD_FILE"
 are no settings."""
 
 
-_DEADLINE = "HONE_OPERATION_DEADLINE_S is the deadline of each call"
-_SHORT = "a sixth of HONE_OPERATION_DEADLINE_S is the deadline of such a call"
-_FILES = "a file may have 512 MiB, and there may be 10,000"
-_MODAL = "deploy/modal/common.py chooses cores and memory by the GPUs"
-_PRICE = "HONE_PRICE_PER_HOUR is what an hour costs"
-
-REMOVED = {
-    "HONE_FILTER_CPU_S": "data.filter may take 120 s of CPU time",
-    "HONE_HEDGE_S": "another sampler is asked after a sixth of HONE_GENERATE_DEADLINE_S",
-    "HONE_KEEP_EVENTS": "the newest 20,000 events of a job are kept",
-    "HONE_KEEP_JOBS": "the newest 1,000 jobs that ended are kept",
-    "HONE_MAX_FILES": _FILES,
-    "HONE_MAX_FILE_MIB": _FILES,
-    "HONE_MAX_MISSING_REWARDS": "half of a batch's rewards may be missing",
-    "HONE_MAX_QUEUED_COMPLETIONS": "32,768 completions may wait",
-    "HONE_MAX_QUEUED_PROGRAMS": "4,096 programs may wait",
-    "HONE_MODAL_ROLLOUT_CPU": _MODAL,
-    "HONE_MODAL_ROLLOUT_MEMORY_GIB": _MODAL,
-    "HONE_MODAL_TRAINER_CPU": _MODAL,
-    "HONE_MODAL_TRAINER_MEMORY_GIB": _MODAL,
-    "HONE_OTEL_ENDPOINT": "OTEL_EXPORTER_OTLP_ENDPOINT names the collector",
-    "HONE_PRICES": _PRICE,
-    "HONE_PROVIDER": _PRICE,
-    "HONE_REPLICA_PATIENCE_S": "one sampler of several has a thirtieth of HONE_PATIENCE_S",
-    "HONE_REWARD_CACHE_MIB": "verdicts are not kept from one request to the next",
-    "HONE_SANDBOX_IMAGE": "Modal's Debian has the packages of HONE_SANDBOX_PACKAGES",
-    "HONE_SCORE_DEADLINE_S": _SHORT,
-    "HONE_STALL_S": "events name who is waited for after 600 s",
-    "HONE_START_DEADLINE_S": _DEADLINE,
-    "HONE_SYNC_DEADLINE_S": _SHORT,
-    "HONE_TRAINER_RESTARTS": "ranks that died are started again 3 times in ten minutes",
-    "HONE_TRAINER_THREADS": "OMP_NUM_THREADS is the number of threads of a rank",
-    "HONE_TRAIN_DEADLINE_S": _DEADLINE,
-    "HONE_TRANSFER_DEADLINE_S": "trainer and sampler wait for each other for 60 s",
-}
-"""Variables that were settings, and what holds now, for the error of who still sets them."""
-
-
 def load_settings() -> Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
     or a bad value, for a secret's file that cannot be read, for an invalid token, and for a host
@@ -586,8 +548,6 @@ def _check_names(secrets: dict[str, str]) -> None:
         if name.startswith(PREFIX) and name not in valid:
             near = closest(name.removeprefix(PREFIX), after)
             meant = f"; did you mean {PREFIX + near!r}?" if near else ";"
-            if now := REMOVED.get(name):
-                meant = f"; it was removed: {now};"
             told.append(f"unknown setting {name!r} in the environment{meant}")
     if told:
         raise BadRequest(f"{' '.join(told)} `hone explain settings` lists all")

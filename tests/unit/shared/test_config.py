@@ -32,16 +32,6 @@ def test_each_unknown_setting_is_named_and_where_all_are_listed(
     )
 
 
-def test_a_setting_that_was_removed_says_what_holds_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HONE_KEEP_JOBS", "10")
-    with pytest.raises(BadRequest) as raised:
-        load_settings()
-    assert raised.value.detail == (
-        "unknown setting 'HONE_KEEP_JOBS' in the environment; it was removed: the newest 1,000 "
-        "jobs that ended are kept; `hone explain settings` lists all"
-    )
-
-
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_TRAINER_RANKS", "none")
     with pytest.raises(
