@@ -30,7 +30,7 @@ are built where they run. The digest is for amd64."""
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"
 SOURCES = ("deploy", "hone", "services", "shared")
-PACKAGE_DATA = ("**/*.py", "**/*.lua", "**/findings.toml")
+PACKAGE_DATA = ("**/*.py", "**/*.lua", "**/architectures.txt", "**/findings.toml")
 """The files of SOURCES that the services read."""
 
 RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"

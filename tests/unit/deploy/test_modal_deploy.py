@@ -297,6 +297,7 @@ def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
     assert {
         "/root/services/orchestrator/store/lua/take.lua",
         "/root/services/orchestrator/extensions/diagnosis/findings.toml",
+        "/root/shared/weights/architectures.txt",
     } < mounted
     assert not any("tests" in file.split("/") for file in mounted)
 
