@@ -257,20 +257,23 @@ class Client:
         service's own HoneError, and Unavailable where the connection breaks."""
         part = {"range": f"bytes={first_byte}-"} if first_byte else {}
         headers = {"accept-encoding": "identity"} | part
-        async with self._stream(path, headers, 206 if first_byte else 200) as response:
+        async with self._stream(path, headers, 200, 206) as response:
+            # a proxy may have dropped the range
+            left_out = 0 if response.status_code == 206 else first_byte
             async for piece in response.aiter_raw():
-                yield piece
+                yield piece[left_out:]
+                left_out = max(left_out - len(piece), 0)
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, path: str, headers: Mapping[str, str], status: int
+        self, path: str, headers: Mapping[str, str], *statuses: int
     ) -> AsyncGenerator[httpx.Response]:
-        """Yields the open response with this status. Raises the service's own HoneError for another
-        one, and Unavailable if the connection breaks in the block."""
+        """Yields the open response with one of the statuses. Raises the service's own HoneError for
+        another one, and Unavailable if the connection breaks in the block."""
         headers = {"x-request-id": request_id(), **headers}
         try:
             async with self._http.stream("GET", path, headers=headers) as response:
-                if response.status_code != status:
+                if response.status_code not in statuses:
                     await response.aread()
                     raise self._error(response)
                 yield response

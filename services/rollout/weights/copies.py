@@ -10,27 +10,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2 as httpx
-
-from shared.errors import Failed, HoneError, Unavailable, from_problem
-from shared.host.logs import get_logger, request_id
-from shared.http.connecting import client_options
-from shared.http.retry import Retry
+from shared.errors import Failed, HoneError, Unavailable
+from shared.http.client import Client
 from shared.weights import delta
 from shared.weights.folders import FILES, StoredTensor, check_regular, stored_tensors
 from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights, WeightFile
 
-TIMEOUT_S = 60.0
-"""Seconds that the trainer may take to connect, or between two pieces of a file."""
-
 
 class Fetcher:
     """Fetches from the trainer at `url`. A trainer that sends nothing for `patience_s` seconds, in
-    however many attempts, is Unavailable. Blocks: call it in a thread."""
+    however many attempts, is Unavailable. Blocks: call it in a thread, so that the event loop of
+    the engine does not wait for the disk."""
 
     def __init__(self, url: str, *, token: str | None = None, patience_s: float = 90.0) -> None:
         self._url = url
@@ -38,87 +31,43 @@ class Fetcher:
         self._patience_s = patience_s
 
     def fetch(self, files: tuple[WeightFile, ...], folder: Path) -> int:
-        """Downloads the files into `folder`, which it makes, and returns how many bytes came over
-        the network. Raises Failed for files that no longer exist or have another size."""
+        """Downloads the files into `folder`, which it makes, and returns how many bytes it got.
+        Raises Failed for files that no longer exist or have another size."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
-        options = client_options(self._url, self._token)
-        options["headers"]["x-request-id"] = request_id()
-        with httpx.Client(**options, timeout=TIMEOUT_S) as http:
-            return sum(self._fetch(http, file, folder / file.name) for file in files)
+        return asyncio.run(self._fetch(files, folder))
 
-    def _fetch(self, http: httpx.Client, file: WeightFile, target: Path) -> int:
-        received_bytes = 0
-        retry = Retry(
-            f"the trainer at {self._url}",
-            f"GET {file.path}",
-            time.monotonic(),
-            patience_s=self._patience_s,
-        )
-        while (have_bytes := _size(target)) != file.size_bytes or not target.exists():
-            if have_bytes > file.size_bytes:
-                target.unlink()
-                raise Failed(
-                    f"{file.path} has {have_bytes} bytes or more, expected {file.size_bytes}",
-                    code="digest_differs",
-                )
-            problem = self._attempt(http, file, target, have_bytes)
-            if new_bytes := _size(target) - have_bytes:
-                received_bytes += max(new_bytes, 0)
-                retry.progressed(time.monotonic())
-            if problem is None:
-                continue
-            pause_s = retry.pause_s(problem, time.monotonic())
-            get_logger().warning("transfer interrupted", file=file.path, reason=problem.detail)
-            time.sleep(pause_s)
-        return received_bytes
+    async def _fetch(self, files: tuple[WeightFile, ...], folder: Path) -> int:
+        async with Client("trainer", self._url, token=self._token) as trainer:
+            received = [await self._file(trainer, file, folder / file.name) for file in files]
+        return sum(received)
 
-    def _attempt(
-        self, http: httpx.Client, file: WeightFile, target: Path, have_bytes: int
-    ) -> Unavailable | None:
-        """Appends the trainer's bytes to the file. Returns an error if the transfer ended early."""
-        headers = {"range": f"bytes={have_bytes}-"} if have_bytes else {}
+    async def _file(self, trainer: Client, file: WeightFile, target: Path) -> int:
+        had_bytes = _size(target)
+        target.touch()
         try:
-            with http.stream("GET", file.path, headers=headers) as response:
-                if response.status_code not in (200, 206):
-                    response.read()
-                    return self._refused(response)
-                with target.open("ab" if response.status_code == 206 else "wb") as sink:
-                    for piece in response.iter_raw():
-                        sink.write(piece)
-                        if sink.tell() > file.size_bytes:
-                            return None
-        except httpx.TransportError as error:
-            why = f"{type(error).__name__}: {str(error) or 'connection lost'}"
-            return Unavailable(
-                f"cannot fetch {file.path} from the trainer at {self._url}: {why}; is "
-                "HONE_TRAINER_URL the trainer's address, seen from the sampler?",
-                code="unreachable",
+            have_bytes = await trainer.download(
+                file.path, target, file.size_bytes, patience_s=self._patience_s
             )
-        if _size(target) < file.size_bytes:
-            return Unavailable(
-                f"the trainer at {self._url} ended {file.path} after {_size(target)} of "
-                f"{file.size_bytes} bytes",
-                code="unreachable",
+        except Unavailable as error:
+            raise Unavailable(
+                f"{error.detail}; is HONE_TRAINER_URL the trainer's address, seen from the "
+                "sampler?",
+                code=error.code,
+            ) from error
+        except HoneError as error:
+            raise Failed(
+                f"cannot fetch the weights from the trainer at {self._url}: {error.detail}",
+                code="digest_differs",
+            ) from error
+        if have_bytes != file.size_bytes:
+            target.unlink()
+            more = " or more" if have_bytes > file.size_bytes else ""
+            raise Failed(
+                f"{file.path} has {have_bytes} bytes{more}, expected {file.size_bytes}",
+                code="digest_differs",
             )
-        return None
-
-    def _refused(self, response: httpx.Response) -> Unavailable:
-        """Returns the answer's error if another attempt may succeed; otherwise raises it."""
-        try:
-            problem = response.json()
-        except ValueError:
-            problem = None
-        document = problem if isinstance(problem, dict) else None
-        error: HoneError = from_problem(
-            response.status_code, document, f"the trainer at {self._url}"
-        )
-        if isinstance(error, Unavailable):
-            return error
-        raise Failed(
-            f"cannot fetch the weights from the trainer at {self._url}: {error.detail}",
-            code="digest_differs",
-        ) from error
+        return have_bytes - had_bytes
 
 
 def _size(path: Path) -> int:

@@ -6,19 +6,17 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 
 from services.rollout.rl_routes import PauseState
-from services.rollout.weights.copies import Fetcher
 from shared.errors import Busy, HoneError, NotFound, Unavailable
 from shared.host.logs import bind, of_request
 from shared.http import codec
 from shared.http.client import Client
 from shared.http.rendering import problem
-from shared.wire import WAIT_PATH, NoBody, WaitRequest, WaitResult, WeightFile
+from shared.wire import WAIT_PATH, NoBody, WaitRequest, WaitResult
 
 
 async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_pause() -> None:
@@ -182,7 +180,7 @@ async def test_a_call_carries_the_id_of_the_request_or_job_that_it_is_made_for()
 
 
 async def test_a_proxy_is_asked_for_names_of_the_world_and_not_for_those_of_a_stack(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Docker sets these variables in every container, from its own configuration."""
     asked: list[str] = []
@@ -201,18 +199,13 @@ async def test_a_proxy_is_asked_for_names_of_the_world_and_not_for_those_of_a_st
         monkeypatch.delenv("no_proxy", raising=False)
         for variable in ("HTTP_PROXY", "http_proxy"):
             monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.server_port}")
-        file = WeightFile(path="/weights/job/v1/model", size_bytes=1)
         for host in ("localhost", "trainer-of-a-stack", "trainer.test"):
             url = f"http://{host}:1"
             async with Client("trainer", url, patience_s=0.1) as client:
                 with pytest.raises(HoneError):
                     await client.get("/state", PauseState, deadline_s=0.5)
-            fetcher = Fetcher(url, patience_s=0.1)
-            with pytest.raises(HoneError):
-                await asyncio.to_thread(fetcher.fetch, (file,), tmp_path / host)
         proxy.shutdown()
     assert {httpx.URL(url).host for url in asked} == {"trainer.test"}
-    assert {httpx.URL(url).path for url in asked} > {"/state"}
 
 
 async def test_an_event_comes_whole_also_with_what_ends_lines_of_other_texts() -> None:
