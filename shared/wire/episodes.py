@@ -18,8 +18,7 @@ from shared.documented import Plain
 from shared.job.sampling import EnvironmentSpec
 from shared.job.section import Text
 from shared.wire.base import JobId, Message, Reported, Wire
-from shared.wire.json_schemas import check_schema
-from shared.wire.messages import normalized
+from shared.wire.messages import check_schema, normalized
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rollouts import NamedTool, RolloutGroup, ToolChoice
 
