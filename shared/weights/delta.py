@@ -17,12 +17,7 @@ import numpy as np
 import zstandard
 
 from shared.errors import Failed
-
-ITEM_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2},
-    **{"I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
-}
-"""Size of an element by its safetensors dtype."""
+from shared.weights.folders import ITEM_BYTES
 
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -48,6 +48,12 @@ MAX_THREADS = 16
 BLOCK_BYTES = 1 << 20
 """Bytes read and hashed at a time: they stay in the processor's cache between the two."""
 
+ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2},
+    **{"I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+"""Size of an element by its safetensors dtype."""
+
 T = TypeVar("T")
 
 

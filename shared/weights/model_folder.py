@@ -19,7 +19,7 @@ import httpx2
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import closest
 from shared.weights.architectures import ARCHITECTURES
-from shared.weights.folders import StoredTensor, stored_tensors
+from shared.weights.folders import ITEM_BYTES, StoredTensor, stored_tensors
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Files from which transformers makes a tokenizer. One of them must exist."""
@@ -32,8 +32,6 @@ configuration."""
 
 STRETCHED = ("rope_scaling", "rope_parameters")
 """Configuration keys that may extend a model's context beyond its stated length."""
-
-SIZE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1}
 
 CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 """Attention head sizes that the pinned vLLM supports on a CPU."""
@@ -189,7 +187,7 @@ def _whole_tensors(folder: Path) -> Tensors:
     ends: dict[Path, int] = {}
     for name, tensor in tensors.items():
         ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.end)
-        size_bytes = SIZE_BYTES.get(tensor.dtype)
+        size_bytes = ITEM_BYTES.get(tensor.dtype)
         expected = (size_bytes or 0) * math.prod(tensor.shape)
         if size_bytes and expected != tensor.size_bytes:
             raise _wrong(
