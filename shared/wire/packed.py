@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import contextlib
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, overload
 
@@ -23,7 +22,7 @@ NAMES = {"i": "int32", "f": "float32", "B": "uint8"}
 
 
 class Packed(Sequence[N], Generic[N]):
-    """An immutable sequence of numbers. `data` holds them, little endian.
+    """An immutable sequence of numbers. `data` holds them as the machine does, little endian.
 
     Built from any iterable of numbers, or from such bytes. Equal to any list or tuple of the same
     numbers. Raises ValueError for a number that does not fit, and for bytes with an incomplete
@@ -38,7 +37,7 @@ class Packed(Sequence[N], Generic[N]):
 
     def __init__(self, numbers: Iterable[N] | bytes = b"") -> None:
         self.data = _to_bytes(self.code, numbers)
-        self._view: memoryview[Any] = memoryview(_native(self.code, self.data)).cast(
+        self._view: memoryview[Any] = memoryview(self.data).cast(
             self.code  # pyright: ignore[reportArgumentType, reportCallIssue]
         )
 
@@ -150,15 +149,6 @@ def _to_bytes(code: str, numbers: Iterable[Any] | bytes) -> bytes:
             )
         return numbers
     try:
-        return _native(code, array.array(code, numbers).tobytes())
+        return array.array(code, numbers).tobytes()
     except (OverflowError, TypeError) as error:
         raise ValueError(f"expected numbers that fit into {NAMES[code]}: {error}") from error
-
-
-def _native(code: str, data: bytes) -> bytes:
-    """Converts between little-endian and this machine's byte order, in both directions."""
-    if sys.byteorder == "little":
-        return data
-    swapped = array.array(code, data)
-    swapped.byteswap()
-    return swapped.tobytes()
