@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from services.rollout.rl_routes import add_rl_routes, by_state
+from services.rollout.running import sentence
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import one_call
 from shared.errors import HoneError
@@ -95,12 +96,9 @@ async def _renew(
                 "PUT", _path(now.replica), body, RegisteredSampler, deadline_s=ANSWER_S
             )
         except Exception as error:  # nothing awaits this task, so its error would be lost
-            is_known = isinstance(error, HoneError)
-            reason = error.detail if is_known else f"{type(error).__name__}: {error}"
+            reason, is_bug = sentence(error), not isinstance(error, HoneError)
             if reason != logged:
-                get_logger().warning(
-                    "not registered", url=url, reason=reason, exc_info=not is_known
-                )
+                get_logger().warning("not registered", url=url, reason=reason, exc_info=is_bug)
             logged = reason
             await asyncio.sleep(RETRY_S)
         else:

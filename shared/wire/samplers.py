@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -181,9 +180,6 @@ class SyncList(Listing[Sync]):
     """`GET /v1/jobs/{id}/syncs`: the job's last syncs, oldest first."""
 
     syncs: tuple[Sync, ...]
-
-    def listed(self) -> Sequence[Sync]:
-        return self.syncs
 
 
 class Unregistered(Wire):
