@@ -376,8 +376,8 @@ def answer_ids(
             raise BadPrompt("the prompt is text and the answer a message; expected text too")
         return _ended(_after(tokenizer, prompt, answer, special=True), tokenizer, ends)
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    head = _rendered(tokenizer, prompt, template_args, answering=True)
-    whole = _rendered(tokenizer, [*prompt, message], template_args, answering=False)
+    head = rendered(tokenizer, prompt, template_args, answering=True)
+    whole = rendered(tokenizer, [*prompt, message], template_args, answering=False)
     if whole.startswith(head):
         text = whole.removeprefix(head)
     elif set(message) <= TEXT_KEYS and isinstance(message.get("content"), str):
@@ -391,14 +391,16 @@ def answer_ids(
     return _ended(_after(tokenizer, head, text, special=False), tokenizer, ends)
 
 
-def _rendered(
+def rendered(
     tokenizer: Any,
     messages: Sequence[Message],
     template_args: Mapping[str, Any],
     *,
     answering: bool,
 ) -> str:
-    options = {**template_args, "add_generation_prompt": answering, "tokenize": False}
+    """Returns the messages as the chat template renders them; if `answering`, with the head of the
+    next answer."""
+    options = {"add_generation_prompt": answering, **template_args, "tokenize": False}
     try:
         return tokenizer.apply_chat_template(for_template(messages), **options)
     except Exception as error:  # the template is code of the model, and runs on a job's data

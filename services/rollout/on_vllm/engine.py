@@ -24,8 +24,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import Adapter, BadPrompt, Chat, Constraint, PauseMode
-from services.rollout.groups import answer_ids
+from services.rollout.engine import Adapter, Chat, Constraint, PauseMode
+from services.rollout.groups import answer_ids, rendered
 from services.rollout.on_vllm.arguments import (
     can_sleep,
     end_ids,
@@ -63,7 +63,6 @@ from shared.wire import (
     SharedWeights,
     TokenIds,
 )
-from shared.wire.messages import for_template
 
 R = TypeVar("R")
 
@@ -132,13 +131,7 @@ class VllmEngine:
         own."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
-        options = {"add_generation_prompt": True, **template_args, "tokenize": False}
-        try:
-            text = self._tokenizer.apply_chat_template(for_template(prompt), **options)
-        except Exception as error:  # the template is code of the model, and runs on a job's data
-            raise BadPrompt(
-                f"the model's chat template refused the messages: {type(error).__name__}: {error}"
-            ) from error
+        text = rendered(self._tokenizer, prompt, template_args, answering=True)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_answer(
