@@ -38,13 +38,12 @@ from services.rollout.weights.proofs import (
     ExpectedVersion,
     announced_digest,
     differing,
-    tensors_of,
     verified_adapter,
     verified_digest,
 )
 from shared.errors import BadRequest, Conflict, Failed, StateLost, Unavailable
 from shared.host.logs import get_logger
-from shared.weights.folders import FILES
+from shared.weights.folders import CONFIG, FILES
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -110,20 +109,12 @@ def seen(load: LoadFolder, *, refreshed: bool = True) -> Loader:
     return loader
 
 
-async def in_place(engine: Engine, folder: Path) -> None:
-    await engine.load_files(folder)
-
-
 async def after_freeing(engine: Engine, folder: Path) -> None:
     """Frees the engine's memory, then loads."""
     await engine.sleep()
     await engine.wake_weights()
     await engine.load_files(folder)
     await engine.wake_cache()
-
-
-async def by_new_engine(engine: Engine, folder: Path) -> None:
-    await engine.restart(folder)
 
 
 # --- files that the sampler fetches ---------------------------------------------------------------
@@ -233,10 +224,10 @@ def check_loaded(digests: dict[str, str], ref: BroadcastWeights | SharedWeights)
 
 
 LOADERS: dict[str, Loader] = {
-    "shm": seen(in_place, refreshed=False),
-    "disk": seen(in_place),
+    "shm": seen(lambda engine, folder: engine.load_files(folder), refreshed=False),
+    "disk": seen(lambda engine, folder: engine.load_files(folder)),
     "reload": seen(after_freeing),
-    "restart": seen(by_new_engine),
+    "restart": seen(lambda engine, folder: engine.restart(folder)),
     "http": fetched,
     "delta": patched,
     "lora": adapter,
@@ -328,18 +319,13 @@ class Load:
         )
         before = running.served_to(ref.job_id)
         by_adapter = isinstance(verified, VerifiedAdapter)
-        running.serve(ServedVersion(weights, self._published, before.seen, by_adapter=by_adapter))
+        tensors = {name: digest for name, digest in ref.tensors.items() if name != CONFIG}
+        running.serve(ServedVersion(weights, tensors, before.seen, by_adapter=by_adapter))
         running.adapters.kept = frozenset(running.of_jobs)
         await self._measure_canary(ref, before)
         seconds = round(weights.load_s, 4)
         get_logger().info("weights loaded", job=ref.job_id, version=ref.version, seconds=seconds)
         return running.serving
-
-    @property
-    def _published(self) -> dict[str, str]:
-        if isinstance(self.ref, AdapterWeights):
-            return tensors_of(self.ref)
-        return self.ref.tensors
 
     def _check_alone(self) -> None:
         """Raises Failed if the load would replace the model's weights under the adapters of other

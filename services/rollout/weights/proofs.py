@@ -71,7 +71,8 @@ def expected_version(
     """Returns the properties of versions of the model in this folder."""
     stored = stored_tensors(model)
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-    tied = has_tied_embeddings(model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    tied = bool(config.get("tie_word_embeddings", False))
     return ExpectedVersion(shapes(stored), tied, roots, dtypes, refresh=refresh)
 
 
@@ -123,11 +124,7 @@ def announced_digest(ref: Published, tensors: Shapes, expected: ExpectedVersion)
             "was not loaded",
             code="digest_differs",
         )
-    if difference := compare(tensors, expected.shapes, tied=expected.tied):
-        raise Failed(
-            f"version {ref.version} does not fit the model: {difference}; it was not loaded",
-            code="tensors_differ",
-        )
+    _check_fit(ref, compare(tensors, expected.shapes, tied=expected.tied))
     return ref.digest
 
 
@@ -151,7 +148,11 @@ def check_tensors(
     ref: Published, stored: Mapping[str, StoredTensor], expected: ExpectedVersion
 ) -> None:
     difference = compare(shapes(stored), expected.shapes, tied=expected.tied)
-    if difference := difference or wrongly_typed(stored, expected.dtypes):
+    _check_fit(ref, difference or wrongly_typed(stored, expected.dtypes))
+
+
+def _check_fit(ref: Published, difference: str | None) -> None:
+    if difference:
         raise Failed(
             f"version {ref.version} does not fit the model: {difference}; it was not loaded",
             code="tensors_differ",
@@ -212,17 +213,6 @@ def given_tensors(model: Path, dtype: str) -> dict[str, str]:
     stored = stored_tensors(model)
     same = {name: t for name, t in stored.items() if DTYPES.get(t.dtype) == dtype}
     return tensor_digests(same)
-
-
-def tensors_of(ref: AdapterWeights) -> dict[str, str]:
-    """Returns the published digests of an adapter's tensors, without its configuration."""
-    return {name: digest for name, digest in ref.tensors.items() if name != CONFIG}
-
-
-def has_tied_embeddings(model: Path) -> bool:
-    """Returns whether the model's config.json ties the output matrix to the embedding."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return bool(config.get("tie_word_embeddings", False))
 
 
 # --- adapters ------------------------------------------------------------------------------------

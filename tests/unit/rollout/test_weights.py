@@ -17,7 +17,6 @@ from services.rollout.weights.proofs import (
     ExpectedVersion,
     compare,
     expected_version,
-    has_tied_embeddings,
 )
 from shared.errors import BadRequest, Failed
 from shared.host.disk import run_for_volume
@@ -171,11 +170,17 @@ def test_every_method_that_a_job_can_name_has_a_loader() -> None:
     assert LOADERS.keys() == set(get_args(SyncMethod))
 
 
-def test_what_is_expected_is_what_the_models_folder_holds(published: Path) -> None:
-    (published / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [({"tie_word_embeddings": True}, True), ({"tie_word_embeddings": False}, False), ({}, False)],
+)
+def test_what_is_expected_is_what_the_models_folder_holds(
+    published: Path, config: dict[str, bool], tied: bool
+) -> None:
+    (published / "config.json").write_text(json.dumps(config))
     assert expected_version(published, (published,)) == ExpectedVersion(
         {"norm": (2,), "bias": (2,)},
-        tied=True,
+        tied=tied,
         roots=(published,),
         dtypes={"norm": "F32", "bias": "F32"},
     )
@@ -194,14 +199,3 @@ def test_weights_elsewhere_are_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "shm" / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Failed, match="weights are loaded only from below"):
         published_folder(ref(tmp_path / path), (tmp_path / "shm",))
-
-
-@pytest.mark.parametrize(
-    ("config", "tied"),
-    [({"tie_word_embeddings": True}, True), ({"tie_word_embeddings": False}, False), ({}, False)],
-)
-def test_tied_embeddings_are_what_the_config_says(
-    tmp_path: Path, config: dict[str, bool], tied: bool
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert has_tied_embeddings(tmp_path) is tied
