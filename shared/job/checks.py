@@ -24,22 +24,20 @@ def check(job: Job) -> None:
     _check_completions(job)
     _check_data(job)
     _check_generated(job)
-    _check_target(job)
-    _check_best_metric(job)
-    _check_difficulty(job)
+    _check_metrics(job)
     _check_rewards(job)
-    _check_reward_names(job)
-    _check_sync_staleness(job)
-    _check_live_weights(job)
-    _check_adapter_sync(job)
-    _check_sync_every(job)
+    _check_sync(job)
     _check_truncated_sampling(job)
-    _check_learning_rates(job)
     _check_environment(job)
     _check_credit(job)
     _check_keep_prefixes(job)
     _check_pushed(job)
     _check_supervised(job)
+    if job.training.min_learning_rate > job.learning_rate:
+        raise ValueError(
+            f"training.min_learning_rate is {job.training.min_learning_rate:g}, above "
+            f"training.learning_rate {job.learning_rate:g}"
+        )
     if job.steps and job.warmup.steps >= job.steps:
         raise ValueError(all_warm_up(job))
 
@@ -249,6 +247,11 @@ def _check_length(job: Job) -> None:
             f"data.epochs is {job.data.epochs:g} and data.streaming true; how many rows a stream "
             "has is not known, so expected steps in place of data.epochs"
         )
+    if job.difficulty.skips and job.data.streaming:
+        raise ValueError(
+            "difficulty skips problems and data.streaming is true; a stream is not read by row "
+            "number, so expected data.streaming = false"
+        )
 
 
 def _check_generated(job: Job) -> None:
@@ -304,18 +307,14 @@ def _check_data(job: Job) -> None:
         )
 
 
-def _check_target(job: Job) -> None:
-    if job.stop.target is None:
-        return
-    if not job.evaluates:
+def _check_metrics(job: Job) -> None:
+    if job.stop.target is not None and not job.evaluates:
         raise ValueError(
             f"stop.target is {job.stop.target:g} and there are no held-out problems; expected "
             "data.eval, or evaluation.sets"
         )
-    _check_metric(job, "stop.metric", job.stop.metric)
-
-
-def _check_best_metric(job: Job) -> None:
+    if job.stop.target is not None:
+        _check_metric(job, "stop.metric", job.stop.metric)
     best = job.checkpoints.keep_best
     if best not in (None, CheckpointSpec().keep_best) and job.evaluates:
         _check_metric(job, "checkpoints.keep_best", best)
@@ -342,27 +341,15 @@ def _measured(job: Job) -> list[str]:
     ]
 
 
-def _check_difficulty(job: Job) -> None:
-    if job.difficulty.skips and job.data.streaming:
-        raise ValueError(
-            "difficulty skips problems and data.streaming is true; a stream is not read by row "
-            "number, so expected data.streaming = false"
-        )
-
-
 def _check_rewards(job: Job) -> None:
-    if job.rewards or (job.trains_without_sampling and job.trains):
-        return
-    if job.teacher is None:
+    needs_none = bool(job.rewards) or (job.trains_without_sampling and job.trains)
+    if not needs_none and job.teacher is None:
         raise ValueError("'rewards': got []; expected at least 1 in the list, or a [teacher]")
-    if job.evaluates:
+    if not needs_none and job.evaluates:
         raise ValueError(
             "rewards is empty, and there are held-out problems, whose answers a [teacher] does not "
             "grade; expected [[rewards]], with weight = 0 if only the teacher is to train"
         )
-
-
-def _check_reward_names(job: Job) -> None:
     labels = [reward.label for reward in job.rewards] + ["teacher"] * (job.teacher is not None)
     twice = sorted(label for label, times in Counter(labels).items() if times > 1)
     if twice:
@@ -371,24 +358,18 @@ def _check_reward_names(job: Job) -> None:
         )
 
 
-def _check_sync_staleness(job: Job) -> None:
+def _check_sync(job: Job) -> None:
     if SYNC_METHODS[job.weight_sync].ends_requests and job.max_staleness:
         raise ValueError(
             f'weight_sync is "{job.weight_sync}", which ends requests under way, and '
             f"max_staleness is {job.max_staleness}, expected 0"
         )
-
-
-def _check_live_weights(job: Job) -> None:
     if SYNC_METHODS[job.weight_sync].is_live and not job.has_live_weights:
         why = "lora is set" if job.lora else "memory.zero_stage is 3"
         raise ValueError(
             f'weight_sync is "{job.weight_sync}", which reads weights where they are trained, '
             f'and {why}: they are not whole there; expected "shm", "disk", "http" or "delta"'
         )
-
-
-def _check_adapter_sync(job: Job) -> None:
     if job.weight_sync == "lora" and job.lora is None:
         raise ValueError(
             'weight_sync is "lora" and the job has no [lora], so there is no adapter to sync; '
@@ -399,9 +380,6 @@ def _check_adapter_sync(job: Job) -> None:
             f'weight_sync is "lora" and lora.rank {job.lora.rank}, expected at most '
             f'{MAX_SERVED_RANK}, the largest that vLLM serves; "auto" merges larger ones'
         )
-
-
-def _check_sync_every(job: Job) -> None:
     if job.sync_every > job.max_staleness + 1:
         raise ValueError(
             f"sync_every is {job.sync_every} and max_staleness {job.max_staleness}; expected "
@@ -419,12 +397,4 @@ def _check_truncated_sampling(job: Job) -> None:
             "the tokens that each token could have been, so that the trainer trains the sampled "
             "distribution, and top_k bounds their number. To train without these, "
             'set correction.truncated_sampling = "accept"'
-        )
-
-
-def _check_learning_rates(job: Job) -> None:
-    if job.training.min_learning_rate > job.learning_rate:
-        raise ValueError(
-            f"training.min_learning_rate is {job.training.min_learning_rate:g}, above "
-            f"training.learning_rate {job.learning_rate:g}"
         )
