@@ -94,25 +94,21 @@ class Sampler:
         self._fences = Fences(self.ownership)
         self.requests = Requests()
         self._opening: asyncio.Task[None] | None = None
-        self._running: Running | None = None
+        self.running: Running | None = None
         self._starting: Start | None = None
         self._not_started: str | None = None
         self._nothing = ServingWeights(replica=replica)
 
     @property
-    def running(self) -> Running | None:
-        return self._running
-
-    @property
     def serving(self) -> ServingWeights:
-        return self._running.serving if self._running else self._nothing
+        return self.running.serving if self.running else self._nothing
 
     @property
     def status(self) -> ServingWeights:
         """The weights that serve; the stage of an engine that is starting; and the other
         orchestrator whose job has the sampler, if one has it."""
         doing = None
-        if self._running is None and self._starting:
+        if self.running is None and self._starting:
             stage = self._starter.stage()
             doing = f"{self._starting}: {stage}" if stage else str(self._starting)
         changes = {"doing": doing, "taken": self.ownership.taken()}
@@ -143,8 +139,8 @@ class Sampler:
         for a superseded job, "taken" while another orchestrator's job has the sampler."""
         async with self._change:
             self._take_over(request)
-            if request.job_id and self._running:
-                await self._running.end_pause()
+            if request.job_id and self.running:
+                await self.running.end_pause()
             if request.own_weights:
                 return await self._serve_own_weights(request)
             serving = await self._serve(request.spec)
@@ -154,9 +150,9 @@ class Sampler:
     async def unready(self) -> str | None:
         """Returns why /generate would be refused, or None. Before the first model the sampler
         counts as ready."""
-        if self._running is None:
+        if self.running is None:
             return self._starting.starting if self._starting else self._not_started
-        return await self._running.unready()
+        return await self.running.unready()
 
     async def ready_engine(self) -> Engine:
         """Returns the engine. Raises Unavailable while it starts, sleeps or exchanges weights, and
@@ -164,14 +160,14 @@ class Sampler:
         return (await self._ready()).engine
 
     def num_running(self) -> int:
-        return self._running.engine.num_running() if self._running else 0
+        return self.running.engine.num_running() if self.running else 0
 
     def num_running_tokens(self) -> int:
-        return self._running.engine.num_running_tokens() if self._running else 0
+        return self.running.engine.num_running_tokens() if self.running else 0
 
     def prompt_tokens(self) -> tuple[int, int]:
         """Returns how many tokens the engine's prompts had, and how many were cached."""
-        return self._running.engine.prompt_tokens() if self._running else (0, 0)
+        return self.running.engine.prompt_tokens() if self.running else (0, 0)
 
     async def _ready(self) -> Running:
         """Returns the engine, if it can sample."""
@@ -181,11 +177,11 @@ class Sampler:
 
     async def _alive(self) -> Running:
         """Returns the engine, if it runs. Its weights may be unknown."""
-        if self._running is None and self._starting:
+        if self.running is None and self._starting:
             raise Unavailable(self._starting.starting, code="starting")
-        if self._running is None:
+        if self.running is None:
             raise StateLost(self._not_started or NO_MODEL)
-        running = self._running
+        running = self.running
         await running.check_alive()
         return running
 
@@ -193,16 +189,16 @@ class Sampler:
         try:
             await self._starter.preload()
             async with self._change:
-                if model and self._running is None:  # otherwise a concurrent call has replaced it
+                if model and self.running is None:  # otherwise a concurrent call has replaced it
                     await self._serve(EngineSpec(model=model))
         except HoneError as error:
             self._starting = None
-            if self._running is None:
+            if self.running is None:
                 self._not_started = error.detail
             get_logger().error("engine not started", model=model, error=error.detail)
 
     async def _serve(self, spec: EngineSpec) -> ServingWeights:
-        running = self._running
+        running = self.running
         if running and not await running.failure() and running.covers(spec):
             return running.serving
         folder = await self._starter.find_model(spec)
@@ -214,7 +210,7 @@ class Sampler:
             engine = await self._starter.start(spec, folder)
         finally:
             self._starting = None
-        running = self._running = self._started(engine, spec, expected, time.monotonic() - start)
+        running = self.running = self._started(engine, spec, expected, time.monotonic() - start)
         engine.offer(running.adapters)
         get_logger().info("engine started", model=spec.model, seconds=round(self.serving.load_s, 1))
         return running.serving
@@ -226,7 +222,7 @@ class Sampler:
             raise BadRequest(
                 "'own_weights' is true and there is no 'job_id'; expected the job that they serve"
             )
-        if self._running and not self._running.is_base:
+        if self.running and not self.running.is_base:
             await self._stop_engine()
         await self._serve(request.spec)
         running = await self._alive()
@@ -261,7 +257,7 @@ class Sampler:
         )
 
     async def _stop_engine(self) -> None:
-        running, self._running, self._not_started = self._running, None, None
+        running, self.running, self._not_started = self.running, None, None
         self.copies.remove_adapters()
         self.requests.lose("the engine was stopped; another one may replace it")
         if running:
@@ -352,8 +348,8 @@ class Sampler:
     def _keep_holders(self, job_id: str | None = None) -> None:
         """Forgets the versions of attempts that may no longer use the sampler; the job's own are
         kept until it has others."""
-        if self._running:
-            self._running.keep(
+        if self.running:
+            self.running.keep(
                 lambda weights: weights.job_id == job_id or not self._fences.are_superseded(weights)
             )
 

@@ -105,18 +105,15 @@ def _split(text: str, separator: str) -> tuple[str, ...]:
 def check_service_url(url: str) -> str:
     """Returns the URL. Raises ValueError unless it can be a service's: for another scheme than http
     and https, a user or password, a path, or a text that is no URL."""
-    example = "expected for example http://host:8001"
-    no_url = f"{url!r} is no URL of a service; {example}"
-    try:
-        parts = urlsplit(url)
-        has_port = parts.port != 0
-    except ValueError as error:  # no number, or no address in its brackets
-        raise ValueError(no_url) from error
-    is_url = parts.scheme in ("http", "https") and parts.hostname and has_port
-    if not is_url or not _VISIBLE.fullmatch(url):
-        raise ValueError(no_url)
+    example = "http://host:8001"
+    check_url(url, example)
+    parts = urlsplit(url)
     if "@" in parts.netloc:
-        raise ValueError(f"the URL of {parts.hostname!r} holds a user or a password; {example}")
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} continues after host and port; {example}")
+        raise ValueError(
+            f"the URL of {parts.hostname!r} holds a user or a password; expected for example "
+            f"{example}"
+        )
+    has_more = parts.path.strip("/") or parts.query or parts.fragment
+    if has_more or not _VISIBLE.fullmatch(url):
+        raise ValueError(f"{url!r} continues after host and port; expected for example {example}")
     return url

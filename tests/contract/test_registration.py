@@ -131,10 +131,10 @@ async def test_an_earlier_life_of_a_sampler_does_not_unregister_the_next_one(
 
 async def test_a_url_that_is_none_of_a_service_is_refused(client: Client) -> None:
     for url, why in (
-        ("ftp://127.0.0.1:8001", "is no URL of a service"),
-        ("127.0.0.1:8001", "is no URL of a service"),
-        ("http://127.0.0.1:port", "is no URL of a service"),
-        ("http://127.0.0.1:8001\n", "is no URL of a service"),
+        ("ftp://127.0.0.1:8001", "is no URL; expected for example http://host:8001"),
+        ("127.0.0.1:8001", "is no URL; expected for example http://host:8001"),
+        ("http://127.0.0.1:port", "is no URL; expected for example http://host:8001"),
+        ("http://127.0.0.1:8001\n", "continues after host and port"),
         ("http://user:secret@127.0.0.1:8001", "holds a user or a password"),
         ("http://127.0.0.1:8001/elsewhere", "continues after host and port"),
         ("http://127.0.0.1:8001?a=b", "continues after host and port"),

@@ -124,8 +124,8 @@ class Bench:
         return serving
 
     def adapter(self, job_id: str | None = None) -> Adapter | None:
-        assert self.sampler._running is not None
-        return self.sampler._running.adapters.find(job_id)
+        assert self.sampler.running is not None
+        return self.sampler.running.adapters.find(job_id)
 
     def adapter_names(self) -> dict[str, Adapter]:
         assert self.sampler.running is not None
