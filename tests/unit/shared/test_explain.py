@@ -1,15 +1,49 @@
-"""Sentences about bodies that hold one of several kinds."""
+"""Every key of a job and every setting is documented under it; sentences about bodies that hold one
+of several kinds; and names of other trainers, answered with the key that it is here."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Any, Literal, get_args
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
+from shared.documented import descriptions
 from shared.errors import BadRequest
-from shared.explain import sentences
-from shared.job.file import parse_job
+from shared.explain import sections, sentences
+from shared.http import codec
+from shared.job import Job
+from shared.job.file import load_job, make_job, parse_job
+from shared.job.job import NOTES, OTHER_NAMES
+from shared.settings import Settings
+from shared.wire import SubmitRequest
+
+MODELS = [*sections(Job), Settings]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_every_field_has_a_docstring_of_its_own(model: type[Job]) -> None:
+    texts = {name: descriptions(model).get(name, "") for name in model.model_fields}
+    assert [name for name, text in texts.items() if not text.endswith((".", '"'))] == []
+    assert len(set(texts.values())) == len(texts)
+
+
+def test_all_sections_of_a_job_are_found() -> None:
+    assert {model.__name__ for model in sections(Job)} == {
+        *("Job", "DataSpec", "SamplingSpec", "RewardSpec", "AdvantageSpec", "TrainingSpec"),
+        *("CorrectionSpec", "LoraSpec", "MemorySpec", "EvaluationSpec", "CheckpointSpec"),
+        *("RolloutsSpec", "WandbSpec", "TemplateMessage", "HeldOutSpec"),
+        *("DifficultySpec", "StopSpec", "EvaluatedModel", "EnvironmentSpec"),
+        *("TeacherSpec", "WarmupSpec", "ReasoningGymSpec"),
+    }
+
+
+def test_the_openapi_schema_of_a_job_shows_the_same_texts() -> None:
+    schema = Job.model_json_schema()
+    assert schema["properties"]["steps"]["description"] == descriptions(Job)["steps"]
+    group_size = schema["$defs"]["SamplingSpec"]["properties"]["group_size"]
+    assert group_size["description"].startswith("Completions per prompt")
 
 
 class Strict(BaseModel):
@@ -34,7 +68,7 @@ class Ref(RootModel[Folder | Http]):
     root: Folder | Http = Field(discriminator="method")
 
 
-class Job(Strict):
+class SomeJob(Strict):
     weights: Ref | None = None
     named: dict[str, File] = {}
     limit: int | Literal["none"] = "none"
@@ -51,28 +85,28 @@ def test_the_pointer_of_a_kind_is_into_the_body() -> None:
         ("/path", "'path' is missing and has no default"),
         ("/pth", "unknown key 'pth'; did you mean 'path'?"),
     ]
-    assert faults(Job, {"weights": {"method": "http", "files": [{"name": "a", "nam": "b"}]}}) == [
-        ("/weights/files/0/nam", "unknown key 'weights.files.0.nam'; did you mean 'name'?")
-    ]
+    assert faults(
+        SomeJob, {"weights": {"method": "http", "files": [{"name": "a", "nam": "b"}]}}
+    ) == [("/weights/files/0/nam", "unknown key 'weights.files.0.nam'; did you mean 'name'?")]
 
 
 def test_an_unknown_kind_names_those_there_are() -> None:
     assert faults(Ref, {"method": "smh"}) == [
         ("/method", "'method': got 'smh'; expected one of 'shm', 'disk', 'http'")
     ]
-    assert faults(Job, {"weights": {}}) == [
+    assert faults(SomeJob, {"weights": {}}) == [
         ("/weights/method", "'weights.method' is missing; it says which kind this is")
     ]
 
 
 def test_a_table_of_names_is_looked_through() -> None:
-    assert faults(Job, {"named": {"a": {"nam": "b", "name": "c"}}}) == [
+    assert faults(SomeJob, {"named": {"a": {"nam": "b", "name": "c"}}}) == [
         ("/named/a/nam", "unknown key 'named.a.nam'; did you mean 'name'?")
     ]
 
 
 def test_each_way_a_value_may_be_points_to_the_value() -> None:
-    assert {pointer for pointer, _ in faults(Job, {"limit": "many"})} == {"/limit"}
+    assert {pointer for pointer, _ in faults(SomeJob, {"limit": "many"})} == {"/limit"}
 
 
 def test_a_key_of_another_section_is_looked_for_around_the_one_it_is_in() -> None:
@@ -134,3 +168,57 @@ def test_a_section_of_another_trainer_names_the_command_that_translates_it(
         f"job: unknown key {section!r}; that is a section of {owner}: `hone import FILE` makes a "
         "job of it"
     )
+
+
+JOB: dict[str, Any] = {
+    "name": "a",
+    "model": "owner/model",
+    "steps": 1,
+    "data": {"train": "owner/data"},
+    "rewards": [{"grader": "length"}],
+}
+
+
+def refused(job: dict[str, Any]) -> str:
+    with pytest.raises(BadRequest) as raised:
+        parse_job(job)
+    return raised.value.detail
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+def test_every_other_name_is_of_a_key_that_there_is(name: str) -> None:
+    section, _, key = OTHER_NAMES[name].rpartition(".")
+    owner = Job.model_fields[section.partition(".")[0]].annotation if section else Job
+    (kind,) = [each for each in sections(Job) if each is owner or each in get_args(owner)]
+    assert key in kind.model_fields
+    assert f"; here it is {OTHER_NAMES[name]!r}" in refused(JOB | {name: 1})
+
+
+def test_notes_are_of_names_that_there_are() -> None:
+    assert NOTES.keys() <= OTHER_NAMES.keys()
+
+
+def test_another_name_is_answered_wherever_it_stands(tmp_path: Any) -> None:
+    assert refused(JOB | {"num_generations": 8}) == (
+        "job: unknown key 'num_generations'; here it is 'sampling.group_size'"
+    )
+    assert refused(JOB | {"sampling": {"n": 8}}) == (
+        "job: unknown key 'sampling.n'; here it is 'sampling.group_size'"
+    )
+    assert refused(JOB | {"training": {"epsilon": 0.2}}) == (
+        "job: unknown key 'training.epsilon'; here it is 'training.clip_low': and "
+        "training.clip_high"
+    )
+    assert refused(JOB | {"training": {"temperature": 1}}) == (
+        "job: unknown key 'training.temperature'; did you mean 'sampling.temperature' or "
+        "'evaluation.temperature'?"
+    )
+    with pytest.raises(BadRequest, match=r"'lr'; here it is 'training.learning_rate'"):
+        make_job(dict(JOB), ["lr=1e-5"], "job")
+    text = 'name="a"\nmodel="m/m"\nsteps=1\nmax_completion_length=9\ndata.train="a/b"\n'
+    (tmp_path / "job.toml").write_text(text + 'rewards=[{grader="length"}]\n')
+    with pytest.raises(BadRequest, match=r"'max_completion_length'; here it is 'sampling.max_to"):
+        load_job(tmp_path / "job.toml")
+    body = {"job": JOB | {"lr": 1e-5}}
+    with pytest.raises(BadRequest, match=r"'job.lr'; here it is 'job.training.learning_rate'"):
+        codec.decode(SubmitRequest, json.dumps(body).encode())

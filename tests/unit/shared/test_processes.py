@@ -1,16 +1,22 @@
-"""Processes that end with another, with real ones that are killed."""
+"""Processes that end with another, with real ones that are killed; how a service begins and ends;
+free ports; and work in a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from shared.host import processes
+from shared.host.processes import BoundedProbe, free_port, run_in_thread
 from tests.support.running import lives
 
 ROOT = Path(__file__).parents[3]
@@ -69,3 +75,91 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, timeout=20, check=False)
     assert done.returncode == -signal.SIGTERM
+
+
+SERVES = """
+import sys
+from shared.http.service import Service
+from shared.host.processes import run_main
+run_main("reward", lambda settings: Service("reward", settings).run(int(sys.argv[1])))
+"""
+
+
+def test_a_service_that_is_interrupted_ends_without_a_traceback() -> None:
+    command = [sys.executable, "-c", SERVES, str(free_port())]
+    environment = {name: value for name, value in os.environ.items() if "HONE_" not in name}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        assert b"service started" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read()
+    assert (process.returncode, said.count(b"\n"), b"service stopped" in said) == (130, 1, True)
+
+
+def test_a_free_port_is_below_the_ephemeral_ports() -> None:
+    found = {processes.free_port() for _ in range(20)}
+    assert len(found) > 1 and all(10_000 <= port < 32_768 for port in found)
+
+
+def test_ports_of_which_one_is_taken_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = processes.free_port(in_a_row=4)
+    drawn = iter([free - 10_000, free + 2 - 10_000])
+    monkeypatch.setattr(processes.secrets, "randbelow", lambda _: next(drawn))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free + 1))
+        taken.listen()
+        assert processes.free_port(in_a_row=2) == free + 2
+
+
+async def test_a_thread_returns_its_value_or_raises_its_error() -> None:
+    assert await run_in_thread(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await run_in_thread(lambda: 1 // 0)
+
+
+async def test_the_loop_continues_while_a_thread_works() -> None:
+    release = threading.Event()
+    waiting = asyncio.create_task(run_in_thread(release.wait))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    release.set()
+    assert await waiting is True
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_who_is_cancelled_does_not_wait_and_the_thread_ends_undisturbed() -> None:
+    threads: list[threading.Thread] = []
+    begun, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        begun.set()
+        release.wait()
+
+    waiting = asyncio.create_task(run_in_thread(work))
+    await asyncio.to_thread(begun.wait)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert threads[0].is_alive()
+    release.set()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+
+
+async def test_a_look_that_hangs_is_one_thread_and_keeps_no_one_waiting() -> None:
+    answers, looks, look = threading.Event(), list[str](), BoundedProbe[str](0.05)
+
+    def hangs() -> str:
+        looks.append("looked")
+        answers.wait(60)
+        return "there"
+
+    assert [await look.at(hangs, "late") for _ in range(3)] == ["late"] * 3
+    assert looks == ["looked"]
+    answers.set()
+    while (said := await look.at(hangs, "late")) == "late":
+        await asyncio.sleep(0)
+    assert said == "there"

@@ -1,4 +1,5 @@
-"""A model folder that is not whole is refused by the file that is wrong, before it is loaded."""
+"""What `model` may name, and a folder that is not whole: it is refused by the file that is wrong,
+before it is loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from shared.errors import BadRequest
 from shared.weights.architectures import ARCHITECTURES
-from shared.weights.model_folder import check_model_folder, check_rope, plain_shapes
+from shared.weights.model_folder import check_model_folder, check_rope, model_folder, plain_shapes
 from tests.support.model_folders import CONFIG, make_model_folder, shapes
+from tests.support.safetensors_files import safetensors
 
 WEIGHTS = "model.safetensors"
 
@@ -176,3 +178,51 @@ def test_the_architectures_are_those_of_the_pinned_libraries() -> None:
     tables = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
     theirs = listed("vllm", "model_executor/models/registry.py", *tables)
     assert ours & set(theirs) <= ARCHITECTURES
+
+
+def test_a_folder_with_a_model_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(safetensors(w=b"weights"))
+    assert model_folder(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_whose_weights_are_garbage_is_refused_by_the_files_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage" * 100)
+    with pytest.raises(BadRequest) as raised:
+        model_folder(str(tmp_path))
+    assert raised.value.detail.startswith(
+        f"'model': '{tmp_path}/model.safetensors' is not a whole safetensors file: its header would"
+    )
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "01-ai/Yi-6B"])
+def test_a_hugging_face_id_is_left_to_the_hub(model: str) -> None:
+    assert model_folder(model) is None
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./missing", "../missing", "~/model", "a/b/c", "a b", "a/", "/a"]
+)
+def test_what_is_neither_is_refused_by_name(model: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        model_folder(model)
+    assert raised.value.detail.startswith(f"'model': there is no folder {model!r} here; expected")
+
+
+def test_a_name_that_no_file_may_have_is_refused() -> None:
+    with pytest.raises(
+        BadRequest, match=r"^'model': 'aaa.*: File name too long; expected a folder"
+    ):
+        model_folder("a" * 300)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"has no config\.json"):
+        model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(BadRequest, match=r"has no \*\.safetensors"):
+        model_folder(str(tmp_path))
+    with pytest.raises(BadRequest, match="is a file"):
+        model_folder(str(tmp_path / "config.json"))
