@@ -157,26 +157,12 @@ async def test_another_model_or_none_with_adapters_is_another_engine_without_the
     assert bench.engine.offers is not None and bench.engine.offers.names() == {}
 
 
-LAYER: dict[str, np.ndarray] = {A: np.ones((1, 2), np.float32), B: np.ones((3, 1), np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({A: LAYER[A]}, f"1 of 2 tensors are missing, the first is '{B}'"),
-        ({**LAYER, "x": LAYER[A]}, "1 tensors are unknown to the model, the first is 'x'"),
-        (
-            {**LAYER, B: np.ones((3, 2), np.float32)},
-            rf"'{B}' has shape \[3, 2\], expected \[3, 1\]",
-        ),
-        ({**LAYER, B: np.ones((3, 1), np.int32)}, f"'{B}' has dtype I32, expected F32"),
-    ],
-)
 async def test_tensors_that_do_not_fit_are_refused_whole_and_the_old_adapter_serves(
-    bench: Bench, tensors: dict[str, Any], message: str
+    bench: Bench,
 ) -> None:
     await bench.reload(bench.publish_adapter(3))
-    with pytest.raises(Failed, match=message) as refused:
+    tensors = {A: np.ones((1, 2), np.float32), B: np.ones((3, 1), np.int32)}
+    with pytest.raises(Failed, match=f"'{B}' has dtype I32, expected F32") as refused:
         await bench.reload(bench.publish_adapter(4, **tensors))
     assert refused.value.code == "tensors_differ"
     assert await text(bench, job_id="job", min_version=3) == "job/v3-0.0"
@@ -204,13 +190,6 @@ async def test_a_cut_file_and_another_alpha_are_refused_by_their_digest(
         await bench.reload(await damaged(bench.publish_adapter(4), name, data))
     assert refused.value.code == "digest_differs"
     assert await text(bench) == "job/v3-0.0"
-
-
-async def test_flipped_bytes_are_refused_by_the_tensors_name(bench: Bench) -> None:
-    ref = bench.publish_adapter(4)
-    bench.publish_adapter(4, **{A: LAYER[A], B: LAYER[B]})
-    with pytest.raises(Failed, match=rf"1 tensors differ, the first is '{B}'"):
-        await bench.reload(ref)
 
 
 @pytest.mark.parametrize(
@@ -245,16 +224,6 @@ async def test_an_adapter_that_the_engine_refuses_leaves_the_one_before(bench: B
         await bench.reload(bench.publish_adapter(4))
     assert await text(bench, job_id="job", min_version=3) == "job/v3-0.0"
     assert len(list((bench.copies / "adapters").iterdir())) == 1
-
-
-async def test_an_older_adapter_is_a_conflict_and_the_same_one_is_loaded_once(
-    bench: Bench,
-) -> None:
-    await bench.reload(bench.publish_adapter(4))
-    with pytest.raises(Conflict, match="got 3, serving 4"):
-        await bench.reload(bench.publish_adapter(3))
-    await bench.reload(bench.publish_adapter(4))
-    assert bench.engine.calls == ["job/v4-0.0"]
 
 
 def merged(bench: Bench, version: int) -> Any:
@@ -326,20 +295,6 @@ async def test_a_sampler_that_slept_wakes_with_the_base_model_and_the_next_adapt
     await bench.reload(bench.publish_adapter(4))
     assert bench.engine.calls == ["wake weights", "model", "wake cache", "job/v4-0.0", "resume"]
     assert await text(bench, job_id="job", min_version=4) == "job/v4-0.0"
-
-
-async def test_a_load_that_did_nothing_is_found_by_the_canary(bench: Bench) -> None:
-    def published(version: int) -> AdapterWeights:
-        ours = Canary(token_ids=(1, 2), logprobs=(-0.1 * version,))
-        return bench.publish_adapter(version).model_copy(update={"canary": ours})
-
-    await bench.reload(published(3))
-    with pytest.raises(Failed, match="did not change at all") as refused:
-        await bench.reload(published(4))
-    assert refused.value.code == "not_loaded"
-    bench.engine.shift = 0.1
-    await bench.reload(published(5))
-    assert await text(bench, job_id="job", min_version=5) == "job/v5-0.0"
 
 
 async def test_model_and_adapter_are_both_compared_tensor_by_tensor(bench: Bench) -> None:

@@ -290,12 +290,6 @@ async def test_the_same_key_samples_once(serving: RolloutBench) -> None:
     assert serving.engine.samples == 1
 
 
-async def test_the_same_key_with_another_prompt_is_a_conflict(serving: RolloutBench) -> None:
-    await serving.generate(key="k")
-    with pytest.raises(Conflict):
-        await serving.generate(key="k", prompt_token_ids=(5,))
-
-
 async def test_sampling_by_hand_ends_with_its_client(serving: RolloutBench) -> None:
     serving.engine.frozen.clear()
     messages = [{"type": "http.request", "body": b'{"prompt": "a", "sampling": {"max_tokens": 4}}'}]
@@ -399,20 +393,6 @@ async def test_bytes_that_changed_on_the_way_are_not_loaded(serving: RolloutBenc
     assert (await serving.generate()).rollouts[0].versions == (1,)
 
 
-async def test_a_version_without_a_tensor_is_not_loaded(serving: RolloutBench) -> None:
-    with pytest.raises(Failed, match="1 of 2 tensors are missing, the first is 'b'") as caught:
-        await serving.reload(serving.publish(1, w=np.zeros((2, 2), np.float32)))
-    assert caught.value.code == "tensors_differ"
-    assert serving.engine.calls == []
-
-
-async def test_weights_from_elsewhere_are_refused(serving: RolloutBench, tmp_path: Path) -> None:
-    ref = serving.publish(1).model_copy(update={"path": str(tmp_path / "model")})
-    with pytest.raises(Failed, match="loaded only from below") as refused:
-        await serving.reload(ref)
-    assert refused.value.code == "not_seen"
-
-
 async def test_after_a_load_that_failed_halfway_nothing_is_sampled_until_one_succeeds(
     serving: RolloutBench,
 ) -> None:
@@ -461,15 +441,6 @@ async def test_a_rollout_under_way_when_the_engine_is_replaced_is_state_lost(
     await serving.put(OTHER)
     with pytest.raises(StateLost, match="the engine was stopped"):
         await waiting
-
-
-async def test_the_same_model_put_after_a_failed_load_starts_again(serving: RolloutBench) -> None:
-    serving.engine.fail_load = RuntimeError("bus error")
-    with pytest.raises(StateLost):
-        await serving.reload(serving.publish(2))
-    await serving.put()
-    assert len(serving.engines) == 2
-    assert (await serving.generate()).rollouts[0].versions == ()
 
 
 async def test_a_load_that_did_nothing_is_told_however_little_it_would_have_changed(

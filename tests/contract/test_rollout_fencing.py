@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Conflict, Failed, StateLost
-from shared.wire import FolderWeights, ModelRequest, RolloutGroup, Sampling, ServingWeights
+from shared.errors import Conflict, Failed
+from shared.wire import ModelRequest, RolloutGroup, Sampling, ServingWeights
 from tests.support.rollout_bench import RolloutBench
 
 
@@ -60,10 +60,6 @@ async def test_a_caller_that_does_not_match_what_serves_is_told_which_way(
 ) -> None:
     await assert_refused(serving.generate(**who(fence, job)), code)
     assert serving.engine.samples == 0
-
-
-async def test_by_hand_whatever_serves_answers(serving: RolloutBench) -> None:
-    assert (await serving.generate()).rollouts[0].versions == (5,)
 
 
 async def test_a_zombies_reload_and_model_are_refused(serving: RolloutBench) -> None:
@@ -223,15 +219,3 @@ async def test_a_client_that_disconnects_leaves_nothing_to_be_ended(serving: Rol
     with pytest.raises(Failed, match="its client went away"):
         await waiting
     assert (serving.engine.under_way, await serving.abort("job", 2, 1)) == (0, 0)
-
-
-async def test_an_engine_that_dies_under_a_superseded_job_is_state_lost_to_the_newer(
-    serving: RolloutBench,
-) -> None:
-    serving.engine.dead = True
-    ref: FolderWeights = serving.publish(5, fence=(3, 1))
-    with pytest.raises(StateLost):
-        await serving.reload(ref)
-    await serving.put(model_of("job", (3, 1)))
-    await serving.reload(ref)
-    assert (await serving.generate(**who((3, 1)))).rollouts[0].versions == (5,)

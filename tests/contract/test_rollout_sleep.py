@@ -78,12 +78,6 @@ async def test_the_next_jobs_first_version_wakes_what_a_cancelled_job_left_aslee
     assert rollout.versions == (0,)
 
 
-async def test_the_version_that_served_before_is_loaded_again(serving: RolloutBench) -> None:
-    await sleep(serving)
-    assert (await serving.reload(serving.publish(1))).version == 1
-    assert "v1" in serving.engine.calls
-
-
 async def test_what_is_under_way_ends_when_the_sampler_goes_to_sleep(
     serving: RolloutBench,
 ) -> None:

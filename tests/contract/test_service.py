@@ -329,15 +329,6 @@ async def test_work_that_took_longer_than_the_patience_is_asked_for_again_after_
     assert (await task).size_bytes == counter.runs == 2
 
 
-async def test_unavailable_is_retried_until_it_is_over(settings: Settings) -> None:
-    counter = Counter(settings)
-    counter.error = Unavailable("starting")
-    task = asyncio.create_task(call(counter.client()))
-    await asyncio.sleep(0.25)
-    counter.error = None
-    assert (await task).size_bytes == counter.runs > 1
-
-
 async def test_a_bug_is_a_failure_that_names_the_exception(settings: Settings) -> None:
     counter = Counter(settings)
     counter.error = ZeroDivisionError("division by zero")
@@ -362,27 +353,6 @@ async def test_a_service_that_stays_unreachable_is_given_up_long_before_the_dead
     with pytest.raises(Unavailable, match="the engine process died"):
         await call(counter.client(patience_s=0.5), deadline_s=600)
     assert 2 <= counter.runs <= 5
-
-
-async def test_a_service_that_takes_connections_and_never_answers_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shared.http.client.WAIT_S", 0.1)
-    monkeypatch.setattr("shared.http.retry.MAX_PAUSE_S", 0.1)
-    asked = 0
-
-    async def silent(_: httpx.Request) -> httpx.Response:
-        nonlocal asked
-        asked += 1
-        await asyncio.sleep(0.2)
-        raise httpx.ReadTimeout("")
-
-    client = Client(
-        "trainer", "http://localhost", transport=httpx.MockTransport(silent), patience_s=0.5
-    )
-    with pytest.raises(Unavailable, match="ReadTimeout"):
-        await call(client, deadline_s=5)
-    assert 2 <= asked <= 4
 
 
 async def test_the_log_says_once_that_a_service_is_unreachable_and_once_that_it_is_back(

@@ -15,6 +15,7 @@ from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.loading import LOADERS, published_folder, verify
 from services.rollout.weights.proofs import (
     ExpectedVersion,
+    Shapes,
     compare,
     expected_version,
 )
@@ -24,7 +25,7 @@ from shared.job import SyncMethod
 from shared.weights.folders import digest_of, stored_tensors, tensor_digests
 from shared.wire import FolderWeights
 
-MODEL = {"embed": (4, 2), "norm": (2,)}
+MODEL: Shapes = {"embed": (4, 2), "norm": (2,)}
 NO_COPIES = Copies(Path("/nonexistent"), Fetcher("http://127.0.0.1:9"))
 
 
@@ -34,39 +35,30 @@ def ref(path: Path, digest: str = "") -> FolderWeights:
     )
 
 
-def test_the_same_tensors_do_not_differ() -> None:
-    assert compare(dict(MODEL), MODEL, tied=False) is None
+WITH_HEAD = {**MODEL, "lm_head.weight": (4, 2)}
 
 
-def test_a_missing_tensor_is_named() -> None:
-    assert (
-        compare({"norm": (2,)}, MODEL, tied=False)
-        == "1 of 2 tensors are missing, the first is 'embed'"
-    )
-
-
-def test_an_unknown_tensor_is_named() -> None:
-    assert (
-        compare({**MODEL, "lora_A": (1,)}, MODEL, tied=False)
-        == "1 tensors are unknown to the model, the first is 'lora_A'"
-    )
-
-
-def test_another_shape_is_named() -> None:
-    assert (
-        compare({**MODEL, "embed": (2, 4)}, MODEL, tied=False)
-        == "'embed' has shape [2, 4], expected [4, 2]"
-    )
-
-
-def test_the_output_matrix_is_optional_only_where_it_is_tied() -> None:
-    with_head = {**MODEL, "lm_head.weight": (4, 2)}
-    assert compare(MODEL, with_head, tied=True) is None
-    assert compare(with_head, MODEL, tied=True) is None
-    assert (
-        compare(MODEL, with_head, tied=False)
-        == "1 of 3 tensors are missing, the first is 'lm_head.weight'"
-    )
+@pytest.mark.parametrize(
+    ("tensors", "expected", "tied", "difference"),
+    [
+        (MODEL, MODEL, False, None),
+        ({"norm": (2,)}, MODEL, False, "1 of 2 tensors are missing, the first is 'embed'"),
+        (
+            {**MODEL, "x": (1,)},
+            MODEL,
+            False,
+            "1 tensors are unknown to the model, the first is 'x'",
+        ),
+        ({**MODEL, "embed": (2, 4)}, MODEL, False, "'embed' has shape [2, 4], expected [4, 2]"),
+        (MODEL, WITH_HEAD, True, None),
+        (WITH_HEAD, MODEL, True, None),
+        (MODEL, WITH_HEAD, False, "1 of 3 tensors are missing, the first is 'lm_head.weight'"),
+    ],
+)
+def test_tensors_that_differ_from_the_models_are_named(
+    tensors: Shapes, expected: Shapes, tied: bool, difference: str | None
+) -> None:
+    assert compare(tensors, expected, tied=tied) == difference
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from services.rollout.rl_routes import PauseState
-from shared.errors import Busy, HoneError, NotFound, Unavailable
+from shared.errors import Busy, HoneError, Unavailable
 from shared.host.logs import bind, of_request
 from shared.http import codec
 from shared.http.client import Client
@@ -132,32 +132,6 @@ async def test_a_deadline_that_passes_during_an_outage_is_not_the_services_slown
         with pytest.raises(Unavailable) as raised:
             await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=0.5)
     assert raised.value.code == code
-
-
-async def test_a_service_that_forgot_an_operation_is_there_and_is_asked_again() -> None:
-    """A service is restarted while its last poll hangs for longer than it may be away."""
-    requests: list[str] = []
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(request.url.path)
-        if request.url.path == WAIT_PATH:
-            await asyncio.sleep(0.1)
-            raise httpx.ReadError("connection lost")
-        if request.url.path == "/operations/a":
-            problem = NotFound("no operation 'a'", code="no_operation").problem()
-            return httpx.Response(404, json=problem)
-        if requests.count("/pause") == 1:
-            return httpx.Response(202, headers={"location": "/operations/a"})
-        headers = {"content-type": codec.JSON}
-        return httpx.Response(200, headers=headers, content=codec.encode(PauseState(paused=True)))
-
-    transport = httpx.MockTransport(answer)
-    async with Client("rollout", "http://localhost", transport=transport) as client:
-        state = await client.call(
-            "POST", "/pause", NoBody(), PauseState, deadline_s=20, patience_s=0.1
-        )
-    assert state.paused
-    assert requests == ["/pause", WAIT_PATH, "/operations/a", "/pause"]
 
 
 async def test_a_call_carries_the_id_of_the_request_or_job_that_it_is_made_for() -> None:

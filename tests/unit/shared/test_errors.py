@@ -38,23 +38,6 @@ def test_a_problem_document_becomes_the_same_class_and_code(kind: type[HoneError
     assert document["error"]["code"] == document["code"] == "stale"
 
 
-def test_a_class_has_a_code_of_its_own() -> None:
-    assert [kind("x").code for kind in KINDS] == [
-        "bad_request",
-        "malformed",
-        "unauthorized",
-        "forbidden",
-        "not_found",
-        "gone",
-        "too_large",
-        "conflict",
-        "state_lost",
-        "unavailable",
-        "busy",
-        "failed",
-    ]
-
-
 def test_lost_state_and_a_conflict_share_the_status_and_not_the_type() -> None:
     lost = StateLost("no model is loaded").problem()
     conflict = Conflict("got step 7, expected 6").problem()

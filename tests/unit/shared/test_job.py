@@ -34,21 +34,6 @@ def write(folder: Path, text: str = MINIMAL) -> Path:
     return path
 
 
-def test_defaults_are_the_usual_recipe(tmp_path: Path) -> None:
-    job = load_job(write(tmp_path))
-    assert (job.training.loss, job.learning_rate, job.training.max_grad_norm) == (
-        "dapo",
-        1e-6,
-        1.0,
-    )
-    assert (job.training.clip_low, job.training.clip_high, job.sampling.group_size) == (
-        0.2,
-        0.28,
-        8,
-    )
-    assert (job.max_staleness, job.sampling.temperature, job.sampling.top_p) == (0, 1.0, 1.0)
-
-
 def test_adapters_are_trained_at_ten_times_the_rate_unless_the_job_says_one(tmp_path: Path) -> None:
     lora = write(tmp_path, MINIMAL + "\n[lora]\n")
     assert load_job(lora).learning_rate == 1e-5

@@ -41,17 +41,7 @@ PAIRS = {
         "peak_gib": 34_911_935_488,
     },
     # a = 2 (4 x 18,944 + 2 x 28 x 128 + 2 x 4 x 128 + 4 x 3584) + 8 x 3584 = 225,280. The head is
-    # no embedding, and too large for a bucket: its gradient, 2 x 152,064 x 3584, stays to the end
-    ("Qwen2.5-7B", 1): {
-        "weights_gib": 15_231_233_024,
-        "gradients_gib": 30_462_466_048,
-        "optimizer_gib": 91_387_398_144,
-        "activations_gib": 8_841_592_832,
-        "logits_gib": 4_276_617_216,
-        "update_gib": 3_269_984_256,
-        "buffers_gib": 1_600_000_000,
-        "peak_gib": 149_686_426_624,
-    },
+    # no embedding, and too large for a bucket: its gradient, 2 x 152,064 x 3584, stays to the end.
     # ZeRO-2 over 8: an eighth of gradients and states
     ("Qwen2.5-7B", 8): {
         "weights_gib": 15_231_233_024,
@@ -62,17 +52,6 @@ PAIRS = {
         "update_gib": 3_269_984_256,
         "buffers_gib": 1_600_000_000,
         "peak_gib": 43_067_795_456,
-    },
-    # a = 2 (4 x 14,336 + 2 x 32 x 128 + 2 x 8 x 128 + 4 x 4096) + 8 x 4096 = 200,704
-    ("Llama-3.1-8B", 8): {
-        "weights_gib": 16_060_522_496,
-        "gradients_gib": 4_015_130_624,
-        "optimizer_gib": 12_045_391_872,
-        "activations_gib": 8_992_587_776,
-        "logits_gib": 4_225_761_280,
-        "update_gib": 3_152_019_456,
-        "buffers_gib": 1_600_000_000,
-        "peak_gib": 44_838_047_744,
     },
 }
 
