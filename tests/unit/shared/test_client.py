@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, cast
 
@@ -21,6 +21,24 @@ from shared.http.client import Client
 from shared.http.connecting import Absence, Poller, Presence, no_notify
 from shared.http.rendering import problem
 from shared.wire import WAIT_PATH, NoBody, WaitRequest, WaitResult
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses of a client, none of which takes time."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("shared.http.client.asyncio.sleep", note)
+    return pauses
+
+
+def client_of(answer: Callable[[httpx.Request], Any], name: str = "rollout") -> Client:
+    return Client(name, "http://localhost", transport=httpx.MockTransport(answer))
 
 
 async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_pause() -> None:
@@ -40,8 +58,7 @@ async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_
             200, headers=headers | wrong, stream=httpx.ByteStream(codec.encode(body))
         )
 
-    transport = httpx.MockTransport(answer)
-    async with Client("rollout", "http://localhost", transport=transport) as client:
+    async with client_of(answer) as client:
         state = await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=20)
     assert state.paused
     assert requests == [
@@ -55,16 +72,8 @@ async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_
 
 
 async def test_a_busy_service_is_asked_again_when_it_said_up_to_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
+    slept: list[float],
 ) -> None:
-    slept: list[float] = []
-    sleep = asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        slept.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr("shared.http.client.asyncio.sleep", note)
     answers = iter([Busy("full", retry_after_s=7), Busy("full", retry_after_s=3), None])
 
     def answer(_: httpx.Request) -> httpx.Response:
@@ -73,8 +82,7 @@ async def test_a_busy_service_is_asked_again_when_it_said_up_to_the_deadline(
         response = problem(busy)
         return httpx.Response(429, headers=dict(response.headers), content=bytes(response.body))
 
-    transport = httpx.MockTransport(answer)
-    async with Client("rollout", "http://localhost", transport=transport) as client:
+    async with client_of(answer) as client:
         await client.get("/pause", PauseState, deadline_s=20)
         assert slept == [7, 3]
         answers = iter([Busy("full", retry_after_s=60)])
@@ -84,16 +92,8 @@ async def test_a_busy_service_is_asked_again_when_it_said_up_to_the_deadline(
 
 
 async def test_a_service_that_cannot_say_what_has_ended_is_asked_after_growing_pauses(
-    monkeypatch: pytest.MonkeyPatch,
+    slept: list[float],
 ) -> None:
-    slept: list[float] = []
-    sleep = asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        slept.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr("shared.http.client.asyncio.sleep", note)
     num_fetches = 0
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -105,8 +105,7 @@ async def test_a_service_that_cannot_say_what_has_ended_is_asked_after_growing_p
             return httpx.Response(202, headers={"location": "/operations/a"})
         return httpx.Response(200, content=codec.encode(PauseState(paused=True)))
 
-    transport = httpx.MockTransport(answer)
-    async with Client("rollout", "http://localhost", transport=transport) as client:
+    async with client_of(answer) as client:
         state = await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=20)
     assert state.paused and slept == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
 
@@ -127,8 +126,7 @@ async def test_a_deadline_that_passes_during_an_outage_is_not_the_services_slown
         await asyncio.sleep(60)
         raise AssertionError("it is waited for beyond the deadline")
 
-    transport = httpx.MockTransport(answer)
-    async with Client("reward", "http://localhost", transport=transport) as client:
+    async with client_of(answer, "reward") as client:
         with pytest.raises(Unavailable) as raised:
             await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=0.5)
     assert raised.value.code == code
@@ -141,8 +139,7 @@ async def test_a_call_carries_the_id_of_the_request_or_job_that_it_is_made_for()
         seen.append(request.headers["x-request-id"])
         return httpx.Response(201, json={"paused": True})
 
-    transport = httpx.MockTransport(answer)
-    async with Client("rollout", "http://localhost", transport=transport) as client:
+    async with client_of(answer) as client:
 
         async def call() -> None:
             await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=20)
@@ -199,8 +196,7 @@ async def test_an_event_comes_whole_also_with_what_ends_lines_of_other_texts() -
     def answer(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, stream=Pieces())
 
-    transport = httpx.MockTransport(answer)
-    async with Client("orchestrator", "http://localhost", transport=transport) as client:
+    async with client_of(answer, "orchestrator") as client:
         found = [event async for event in client.events("/events")]
     assert found == [("1-0", "log", text), ("", "message", text)]
 
