@@ -80,12 +80,17 @@ CODES = {
 
 class HoneError(Exception):
     """An error with a status, a code and a sentence. `errors` lists `{pointer, detail}` of single
-    faults in a body."""
+    faults in a body. A class with a `kind` of its own has title and code of the same words."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "failed"
     title: ClassVar[str] = "Failed"
     default_code: ClassVar[str] = "failed"
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            cls.title = cls.kind.replace("-", " ").capitalize()
+            cls.default_code = cls.kind.replace("-", "_")
 
     def __init__(
         self,
@@ -116,71 +121,51 @@ class HoneError(Exception):
 class BadRequest(HoneError):
     status = 422
     kind = "bad-request"
-    title = "Bad request"
-    default_code = "bad_request"
 
 
 class Malformed(BadRequest):
     status = 400
     kind = "malformed"
-    title = "Malformed"
-    default_code = "malformed"
 
 
 class Unauthorized(BadRequest):
     status = 401
     kind = "unauthorized"
-    title = "Unauthorized"
-    default_code = "unauthorized"
 
 
 class Forbidden(BadRequest):
     status = 403
     kind = "forbidden"
-    title = "Forbidden"
-    default_code = "forbidden"
 
 
 class NotFound(BadRequest):
     status = 404
     kind = "not-found"
-    title = "Not found"
-    default_code = "not_found"
 
 
 class Gone(BadRequest):
     status = 410
     kind = "gone"
-    title = "Gone"
-    default_code = "gone"
 
 
 class TooLarge(BadRequest):
     status = 413
     kind = "too-large"
-    title = "Too large"
-    default_code = "too_large"
 
 
 class Conflict(HoneError):
     status = 409
     kind = "conflict"
-    title = "Conflict"
-    default_code = "conflict"
 
 
 class StateLost(HoneError):
     status = 409
     kind = "state-lost"
-    title = "State lost"
-    default_code = "state_lost"
 
 
 class Unavailable(HoneError):
     status = 503
     kind = "unavailable"
-    title = "Unavailable"
-    default_code = "unavailable"
 
     def __init__(self, detail: str, *, retry_after_s: int = 0, **how: Any) -> None:
         super().__init__(detail, **how)
@@ -190,8 +175,6 @@ class Unavailable(HoneError):
 class Busy(Unavailable):
     status = 429
     kind = "busy"
-    title = "Busy"
-    default_code = "busy"
 
     def __init__(self, detail: str, *, retry_after_s: int = 1, **how: Any) -> None:
         super().__init__(detail, retry_after_s=retry_after_s, **how)
