@@ -27,19 +27,14 @@ from shared.http.operations import DrainState
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
-    Aborted,
-    AbortRequest,
     CheckedWeights,
     GenerateRequest,
-    ModelRequest,
     NoBody,
     RegisteredSampler,
     Registration,
     RolloutGroup,
     ServingWeights,
-    SleepRequest,
     Unregistered,
-    WeightsRef,
 )
 
 RETRY_S = 1.0
@@ -164,37 +159,21 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
             counts.add(group)
         return group
 
-    async def abort(request: AbortRequest) -> Aborted:
-        """Ends the job's requests, and refuses its later ones."""
-        return await sampler.abort(request)
-
-    async def put_model(request: ModelRequest) -> ServingWeights:
-        """Serves this model: at once if it is served already, else by a new engine."""
-        return await sampler.put_model(request)
-
-    async def reload_weights(ref: WeightsRef) -> ServingWeights:
-        """Loads a published version in place, after verifying its bytes and tensors."""
-        return await sampler.reload_weights(ref)
-
     async def check_weights(_: NoBody) -> CheckedWeights:
         """Reads the weights back from the engine, and compares each tensor with the version that
         serves. Sampling waits meanwhile."""
         return await sampler.check_weights()
-
-    async def sleep(request: SleepRequest) -> ServingWeights:
-        """Frees the GPU's memory until the next version is loaded."""
-        return await sampler.sleep(request)
 
     async def weights() -> ServingWeights:
         """The weights that serve now."""
         return sampler.status
 
     service.operation("POST", "/generate", generate, cancellable=True)
-    service.operation("POST", "/abort", abort, key=by_state)
-    service.operation("PUT", "/model", put_model, key=by_state)
-    service.operation("POST", "/reload_weights", reload_weights, key=by_state)
+    service.operation("POST", "/abort", sampler.abort, key=by_state)
+    service.operation("PUT", "/model", sampler.put_model, key=by_state)
+    service.operation("POST", "/reload_weights", sampler.reload_weights, key=by_state)
     service.operation("POST", "/weights/check", check_weights)
-    service.operation("POST", "/sleep", sleep, key=by_state)
+    service.operation("POST", "/sleep", sampler.sleep, key=by_state)
     service.query("/weights", weights)
 
 
