@@ -1,56 +1,5 @@
 """The names of a step's metrics, and how they are computed. Names are TRL's if TRL has the metric;
-docs/observability.md lists the other names.
-
-| metric                         | meaning                                                     |
-|--------------------------------|-------------------------------------------------------------|
-| reward, reward_std             | mean and standard deviation over all rollouts               |
-| group_reward_std               | mean of the groups' standard deviations                     |
-| rewards/<name>/mean, .../std   | of one reward, where it applies                             |
-| frac_reward_zero_std           | share of groups without signal: they give no gradient       |
-| dropped_groups                 | groups without signal that other groups replaced            |
-| resampled_groups               | extra samplings, of groups by versions not requested        |
-| missing_rewards                | share of graded rollouts without a reward                   |
-| errored_rollouts               | share of rollouts that went wrong; never graded             |
-| timed_out_rollouts             | share not finished within HONE_GENERATE_DEADLINE_S          |
-| overlong_prompts               | share of groups whose prompt was too long: cut or refused   |
-| mixed_rollouts                 | share sampled by weights of more than one version           |
-| completions/mean_length        | tokens that were sampled; also min_length, max_length       |
-| completions/                   | the same for completions that were not cut off; also        |
-|   mean_terminated_length       | min_terminated_length, max_terminated_length                |
-| completions/clipped_ratio      | share cut off by max_tokens                                 |
-| conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
-|                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
-| conversations/forks            | rows beyond the first, where a history was rewritten        |
-| agent/mean_guesses             | of agents of kind "worker": their own metric, here guesses  |
-| environment_failures           | share of rollouts whose environment failed: no reward       |
-| teacher/kl                     | with [teacher]: mean over sampled tokens of the log-ratio   |
-|                                | to it, an estimate of the reverse KL divergence, in nats    |
-| teacher/clipped                | share of these tokens whose log-ratio is beyond the bound   |
-| teacher/missing                | share of graded rollouts without log-probs of the teacher   |
-| staleness                      | steps between the oldest weights that sampled and those     |
-|                                | trained; of each token: the trainer's staleness/mean, ...   |
-| num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
-| skipped_problems               | problems that [difficulty] skips at this step               |
-| total/tokens, total/hours      | tokens sampled, and hours on the services, in all attempts  |
-| total/passes                   | prompts taken so far per problem of the data, replacements  |
-|                                | not counted; not for a stream                               |
-| total/cost                     | each attempt's hours by the price of one, where known       |
-| supervised                     | 1 if the step learned the data's answers; loss is then the  |
-|                                | mean negative log-likelihood of their tokens, in nats       |
-| replayed                       | 1 if its graded batch was on disk, from an earlier attempt  |
-| eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...;      |
-|                                | reward_low and reward_high bound the reward, with 95 %      |
-|                                | confidence                                                  |
-| skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
-| canary_change                  | mean absolute change of a fixed sequence's log-probs per    |
-|                                | step since the last sync, in nats; in steps that sync       |
-| loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
-| time/<stage>                   | seconds; time/step is all of it                             |
-| time/wait_for_batch            | without a batch to train: the samplers are the bottleneck   |
-| time/wait_for_trainer          | from the end of one batch's sampling to the beginning of    |
-|                                | the next: it waited for weights that are new enough         |
-| time/record                    | writing the row of the step before                          |
-| utilization/<service>          | share of time/step with a request of the job under way      |
+docs/observability.md lists the other names, and what each metric means.
 
 Rewards include dropped groups. Lengths are of the rollouts that did not end in an error. A step
 follows the one before without a gap, so their time/step add up to the whole: waiting for the batch,
