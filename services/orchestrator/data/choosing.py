@@ -103,7 +103,7 @@ def select_problems(
     columns = columns_of(rows.column_names, table, spec)
     indices: Sequence[int] = range(len(rows))
     if spec.filter is not None:
-        indices = _Filter(table, spec, columns, limit, filter_cpu_s).kept()
+        indices = _kept_rows(table, spec, columns, limit, filter_cpu_s)
         if not indices:
             raise BadRequest(
                 f"data.filter {spec.filter!r} is true of no row of {table.name}; expected one"
@@ -188,32 +188,23 @@ _KEPT: dict[str, array[int]] = {}
 """The rows of the last `MAX_FILTERS` filters, by the key that identifies table and filter."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Filter:
-    """The first `limit` rows of a table that a filter keeps."""
-
-    table: Table
-    spec: DataSpec
-    columns: Columns
-    limit: int | None
-    max_cpu_s: float
-
-    def kept(self) -> array[int]:
-        """Returns the numbers of the rows, cached if the table's content is identified."""
-        if self.table.version is None:
-            return self._kept()
-        key = repr((self.table.version, self.spec.filter, self.columns.old, self.limit))
-        kept = _KEPT.pop(key, None)
-        _KEPT[key] = kept = self._kept() if kept is None else kept
-        while len(_KEPT) > MAX_FILTERS:
-            _KEPT.pop(next(iter(_KEPT)), None)
-        return kept
-
-    def _kept(self) -> array[int]:
-        rows = self.table.rows()
-        problems = SelectedProblems(rows, self.columns, range(len(rows)))
-        passing = _passing(problems, self.spec, self.table.name, _Budget(self.max_cpu_s))
-        return array("q", itertools.islice((problem.index for problem in passing), self.limit))
+def _kept_rows(
+    table: Table, spec: DataSpec, columns: Columns, limit: int | None, max_cpu_s: float
+) -> array[int]:
+    """Returns the numbers of the first `limit` rows that the filter keeps, cached if the table's
+    content is identified."""
+    key = repr((table.version, spec.filter, columns.old, limit))
+    kept = _KEPT.pop(key, None)
+    if kept is None:
+        rows = table.rows()
+        problems = SelectedProblems(rows, columns, range(len(rows)))
+        passing = _passing(problems, spec, table.name, _Budget(max_cpu_s))
+        kept = array("q", itertools.islice((problem.index for problem in passing), limit))
+    if table.version is not None:
+        _KEPT[key] = kept
+    while len(_KEPT) > MAX_FILTERS:
+        _KEPT.pop(next(iter(_KEPT)), None)
+    return kept
 
 
 @dataclass
@@ -329,7 +320,7 @@ def fit_of(job: Job) -> Fit | None:
     try:
         folder = tokenizer_folder(job)
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
-        window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
+        window = _window(folder)
     except TokenizerUnavailable:
         return None
     limit = limit_of(job.max_model_len, window)
@@ -460,9 +451,12 @@ def length_limit(job: Job) -> int | None:
         folder = tokenizer_folder(job)
     except (TokenizerUnavailable, BadRequest):  # the trainer's host has it
         return job.max_model_len
-    window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
-    limits = [limit for limit in (job.max_model_len, window) if limit is not None]
-    return min(limits, default=None)
+    limit = limit_of(job.max_model_len, _window(folder))
+    return limit and limit[0]
+
+
+def _window(folder: Path) -> int | None:
+    return window_of(read_config(folder)) if (folder / "config.json").is_file() else None
 
 
 def tokenizer_stamp(job: Job) -> tuple[object, ...]:

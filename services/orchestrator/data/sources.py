@@ -99,28 +99,18 @@ def source_requests(
     """Returns the sources that the job reads, by the names of their versions: "train", "eval" and
     "eval.<set>". A job of 0 steps reads no "train"."""
     data, wanted = job.data, versions or {}
-    asks: dict[str, SourceRequest] = {}
-    if job.trains and data.train is not None:
-        asks["train"] = SourceRequest(
-            "data.train",
-            data.train,
-            data.train_split,
-            data,
-            settings,
-            wanted.get("train"),
-            job.seed,
-        )
-    if data.eval is not None:
-        asks["eval"] = SourceRequest(
-            "data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval"), job.seed
-        )
+    named: dict[str, tuple[str, Source | None, str, DataSpec]] = {
+        "train": ("data.train", data.train if job.trains else None, data.train_split, data),
+        "eval": ("data.eval", data.eval, data.eval_split, data),
+    }
     for name, each in job.evaluation.sets.items():
-        key, spec = f"evaluation.sets.{name}.source", each.within(data)
-        known = wanted.get(f"eval.{name}")
-        asks[f"eval.{name}"] = SourceRequest(
-            key, each.source, each.split, spec, settings, known, job.seed
-        )
-    return asks
+        key = f"evaluation.sets.{name}.source"
+        named[f"eval.{name}"] = key, each.source, each.split, each.within(data)
+    return {
+        version: SourceRequest(key, source, split, spec, settings, wanted.get(version), job.seed)
+        for version, (key, source, split, spec) in named.items()
+        if source is not None
+    }
 
 
 def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
