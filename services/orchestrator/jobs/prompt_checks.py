@@ -29,6 +29,7 @@ from services.orchestrator.data.sources import is_on_hub
 from services.orchestrator.data.tables import check_wanted
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
 from services.orchestrator.grpo.supervised import sft_examples
+from services.orchestrator.store.records import named_sources
 from shared.errors import BadRequest, HoneError
 from shared.http import codec
 from shared.job import Job
@@ -101,9 +102,7 @@ def _with_answers(made_of: MadeOf, job: Job, where: str) -> MadeOf:
 def _key(job: Job, prompts: Prompts) -> str | None:
     """Returns a digest of everything that decides whether the rows pass; None if a source's content
     is not identified."""
-    held_out = [each.source for each in job.evaluation.sets.values()]
-    named = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
-    if prompts.train is None or len(named) != len(prompts.versions):
+    if prompts.train is None or len(named_sources(job)) != len(prompts.versions):
         return None
     same = {"name", "steps", "seed", "metadata", "rewards", "training", "lora", "memory"}
     same |= {"wandb", "trackers"}

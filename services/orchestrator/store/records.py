@@ -109,15 +109,20 @@ def fingerprint_of(job: Job) -> str:
     return hashlib.sha256(job.model_dump_json().encode()).hexdigest()
 
 
+def named_sources(job: Job) -> tuple[str, ...]:
+    """Returns the sources of a job's data that are named: files, uploads, data sets of the Hub."""
+    held_out = (each.source for each in job.evaluation.sets.values())
+    every = (job.data.train, job.data.eval, *held_out)
+    return tuple(source for source in every if isinstance(source, str))
+
+
 def fields_of(job: Job) -> dict[str, Any]:
     """Returns the fields of a record with the job itself, and with the values that lists show and
     filter by."""
-    held_out = [each.source for each in job.evaluation.sets.values()]
     start = job.training.start_from
     used = [job.model, start] if start else None
     if not job.trains:
         used = [each.model for each in job.evaluated_models]
-    sources = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
     return {
         "job": job.model_dump_json(),
         "name": job.name,
@@ -129,7 +134,7 @@ def fields_of(job: Job) -> dict[str, Any]:
         "metadata": json.dumps(job.metadata),
         "models": used and json.dumps(used),
         "openai": "1" if job.request else None,
-        "files": " ".join(filter(UPLOADED.fullmatch, sources)),
+        "files": " ".join(filter(UPLOADED.fullmatch, named_sources(job))),
     }
 
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.records import Submission, unsubmitted
+from services.orchestrator.store.records import Submission, named_sources, unsubmitted
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import ANSWERS_WITHIN_S
 from shared.errors import BadRequest, Conflict, Failed, Forbidden, HoneError, NotFound, Unavailable
@@ -76,25 +76,25 @@ async def check_allowed(store: Store, job: Job, runs_dir: Path, present: Job | N
             f"priority is {job.priority}, expected {most} or less: key {name!r} has access 'own', "
             "and jobs of other keys would wait"
         )
-    root = runs_dir.resolve()
     for named in _named_paths(job) - (_named_paths(present) if present else set()):
-        path = await run_in_thread(lambda named=named: Path(named).resolve())
-        if path.is_relative_to(root) and path != root:
-            await store.get(path.relative_to(root).parts[0])
+        await _visible_path(store, named, runs_dir.resolve())
+
+
+async def _visible_path(store: Store, named: str, root: Path) -> Path:
+    """Returns the path, resolved. Raises NotFound if it is in a run folder in `root` whose job is
+    not there for the caller."""
+    path = await run_in_thread(lambda: Path(named).resolve())
+    if path.is_relative_to(root) and path != root:
+        await store.get(path.relative_to(root).parts[0])
+    return path
 
 
 def _named_paths(job: Job) -> set[str]:
     """Returns all values that may be a path on this host: models, the first checkpoint, and files
     of data."""
-    held_out = (each.source for each in job.evaluation.sets.values())
-    values = (
-        job.model,
-        *(each.model for each in job.evaluated_models),
-        job.training.start_from,
-        *(job.data.train, job.data.eval),
-        *held_out,
-    )
-    return {one for one in values if isinstance(one, str) and "\0" not in one}
+    models = (job.model, *(each.model for each in job.evaluated_models))
+    values = (*models, job.training.start_from, *named_sources(job))
+    return {value for value in values if value is not None and "\0" not in value}
 
 
 async def complete_submission(store: Store, job: Job, key: str | None) -> JobRecord | None:
@@ -273,9 +273,7 @@ async def check_start(store: Store, job: Job, runs_dir: Path) -> None:
     if (start := job.training.start_from) is None:
         return
     root = runs_dir.resolve()
-    path = await run_in_thread(lambda: Path(start).resolve())
-    if path.is_relative_to(root) and path != root:
-        await store.get(path.relative_to(root).parts[0])
+    path = await _visible_path(store, start, root)
     await run_in_thread(lambda: _check_fits(job, start, path, root))
 
 
