@@ -62,10 +62,6 @@ class _OnDisk:
     writer: GroupWriter
 
 
-async def no_warning(_message: str) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Batches:
     job_id: str
@@ -73,7 +69,7 @@ class Batches:
     prompts: Prompts
     services: Services
     folder: RunFolder
-    warn: Callable[[str], Awaitable[None]] = no_warning
+    warn: Callable[[str], Awaitable[None]]
     pushed: GroupSource | None = None  # of a job whose groups come from elsewhere
 
     @functools.cached_property

@@ -19,7 +19,7 @@ from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
 from services.orchestrator.samplers.status import AttemptStatus
-from services.orchestrator.seams import NO_EXTENSIONS, Extensions
+from services.orchestrator.seams import Extensions
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.leases import Lease, LeaseLost, LeaseRequest
@@ -61,11 +61,11 @@ class SharedTrainer:
     job, and until when (time.monotonic) they leave interrupted jobs to other trainers. `closing`
     are the jobs of the process whose last run is not closed yet."""
 
-    def __init__(self, settings: Settings, store: Store, closing: set[str] | None = None) -> None:
+    def __init__(self, settings: Settings, store: Store, closing: set[str]) -> None:
         self.needs = Dependencies(settings, store)
         self.looking = asyncio.Lock()
         self.others_at = 0.0
-        self.closing = set[str]() if closing is None else closing
+        self.closing = closing
 
 
 class Worker:
@@ -77,13 +77,13 @@ class Worker:
         self,
         store: Store,
         settings: Settings,
-        extensions: Extensions = NO_EXTENSIONS,
-        trainer: SharedTrainer | None = None,
+        extensions: Extensions,
+        trainer: SharedTrainer,
     ) -> None:
         self._store = store
         self._settings = settings
         self._extensions = extensions
-        self._trainer = trainer or SharedTrainer(settings, store)
+        self._trainer = trainer
         self._needs = self._trainer.needs
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -13,7 +13,8 @@ import pytest
 from services.orchestrator import tasks
 from services.orchestrator.jobs import worker as worker_module
 from services.orchestrator.jobs.decisions import Outcome
-from services.orchestrator.jobs.worker import Worker
+from services.orchestrator.jobs.worker import SharedTrainer, Worker
+from services.orchestrator.seams import NO_EXTENSIONS
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.leases import Lease, LeaseLost, NoHeartbeat
@@ -23,6 +24,11 @@ from shared.settings import Settings
 from tests.support.slow_disk import SlowDisk
 
 
+def worker_with(store: Mock) -> Worker:
+    settings = Settings()
+    return Worker(store, settings, NO_EXTENSIONS, SharedTrainer(settings, store, set()))
+
+
 @pytest.mark.parametrize("end", [Worker.leave, Worker._give_back])
 async def test_a_job_that_is_cancelled_as_its_worker_stops_is_noted_as_ended(
     tmp_path: Path, end: Callable[[Worker], Awaitable[None]]
@@ -30,7 +36,7 @@ async def test_a_job_that_is_cancelled_as_its_worker_stops_is_noted_as_ended(
     note = Note(created_at=1.0, finished_at=2.0, status="cancelled")
     store = Mock(halt=AsyncMock(), note=AsyncMock(return_value=note))
     store.get = AsyncMock(return_value=Mock(run_dir=str(tmp_path)))
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._lease = Lease("a", 1, "trainer", 30.0)
     await end(worker)
     assert RunFolder(tmp_path).note() == note
@@ -40,7 +46,7 @@ async def test_an_end_is_noted_also_where_the_answer_to_it_was_lost(tmp_path: Pa
     note = Note(created_at=1.0, finished_at=2.0, status="succeeded")
     store = Mock(halt=AsyncMock(side_effect=LeaseLost("a")), note=AsyncMock(return_value=note))
     store.get = AsyncMock(return_value=Mock(run_dir=str(tmp_path)))
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._lease = Lease("a", 1, "trainer", 30.0)
     await worker._give_back()
     assert (RunFolder(tmp_path).note(), worker._lease) == (note, None)
@@ -48,7 +54,7 @@ async def test_an_end_is_noted_also_where_the_answer_to_it_was_lost(tmp_path: Pa
 
 async def test_a_worker_leaves_also_where_redis_was_emptied() -> None:
     store = Mock(halt=AsyncMock(side_effect=StoreEmptied("it was emptied")))
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._lease = Lease("a", 1, "trainer", 30.0)
     await worker.leave()
     store.halt.assert_awaited_once()
@@ -84,7 +90,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
     monkeypatch.setattr(worker_module.leases, "keep", lost)
     store = Mock(get=AsyncMock())
     store.trainers.register = AsyncMock()
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._needs = Mock(checked_at=0.0, missing=None)
     registering = asyncio.create_task(worker._keep_registered())
     working = asyncio.create_task(worker._work(Lease("a", 1, "trainer", 30.0), 0.0))
@@ -123,7 +129,7 @@ async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
     halted = AsyncMock(side_effect=lambda *_: disk.written.append("lease given back"))
     store = Mock(halt=halted, get=AsyncMock(), beat=AsyncMock(return_value=None))
     store.note = AsyncMock(side_effect=NotFound("a"))
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._lease = lease
     working = asyncio.create_task(worker._work(lease, time.monotonic()))
 
@@ -152,7 +158,7 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
     monkeypatch.setattr(worker_module.leases, "keep", AsyncMock(side_effect=emptied))
     store = Mock(get=AsyncMock())
     store.trainers.register = AsyncMock()
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._needs = Mock(checked_at=0.0, missing=None)
     with pytest.raises(StoreEmptied):
         await worker._work(Lease("a", 1, "trainer", 30.0), 0.0)
@@ -168,7 +174,7 @@ async def test_registering_a_trainer_and_heartbeats_continue_after_an_unexpected
     monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
     store = Mock(beat=AsyncMock(return_value=None))
     store.trainers.register = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
-    worker = Worker(store, Settings())
+    worker = worker_with(store)
     worker._needs = Mock(checked_at=0.0, missing=None)
     registering = asyncio.create_task(worker._keep_registered())
     await _turns(20)
