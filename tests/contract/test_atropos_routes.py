@@ -13,9 +13,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from services.orchestrator.api.access import Shares
 from services.orchestrator.extensions.pushed import atropos, groups
 from services.orchestrator.extensions.pushed.groups import CheckedGroup, GroupIntake, Model
-from services.orchestrator.shares import Shares
 from shared.errors import Busy
 from shared.http.gate import caller
 from shared.job import Job

@@ -17,7 +17,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 LINES = {
     "hone": 10_030,
     "shared": 13_850,
-    "services/orchestrator/api": 1_610,
+    "services/orchestrator/api": 1_640,
     "services/orchestrator/data": 2_800,
     "services/orchestrator/extensions": 10_660,
     "services/orchestrator/grpo": 3_010,

@@ -1,4 +1,5 @@
-"""Named API keys, what each allows, and the routes that make, list and revoke them.
+"""Named API keys, what each allows, and the routes that make, list and revoke them; and the keys'
+shares in a common resource, such as memory.
 
 A key is a file of its own. So orchestrators that share a folder of runs have the same keys, keys
 work while Redis is unreachable, and a revoked key is void at once:
@@ -12,12 +13,14 @@ The secret is 256 random bits, so a plain digest of it is safe to keep.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +33,7 @@ from shared.errors import (
     BadRequest,
     Conflict,
     Forbidden,
+    HoneError,
     NotFound,
     Unauthorized,
     Unavailable,
@@ -38,7 +42,7 @@ from shared.errors import (
 from shared.host import disk
 from shared.host.logs import API_KEY, bind, get_logger
 from shared.http import codec, rendering
-from shared.http.gate import READING, caller
+from shared.http.gate import READING, caller, caller_name
 from shared.http.rendering import CreatedResource, render
 from shared.http.service import Service
 from shared.settings import Settings
@@ -208,6 +212,29 @@ class Keys:
 
 def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class Shares:
+    """Shares in a total. A caller may hold at most as much as it leaves for others: a single caller
+    half of the total, two callers a third each, and so on."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def hold(
+        self, amount: int, total: int, refused: Callable[[int, int], HoneError]
+    ) -> Generator[None]:
+        """Holds the amount for the request's API key within the block. If that is too much, raises
+        the error that `refused` returns for the amounts that the key holds and that are left."""
+        who, left = caller_name(), total - self._held.total()
+        if amount and self._held[who] + amount > left:
+            raise refused(self._held[who], left)
+        self._held[who] += amount
+        try:
+            yield
+        finally:
+            self._held -= Counter({who: amount})
 
 
 def add_routes(service: Service, settings: Settings, keys: Keys) -> None:

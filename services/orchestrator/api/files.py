@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from fastapi import Query, Request
 from starlette.datastructures import FormData, UploadFile
 
+from services.orchestrator.api.access import Shares
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
-from services.orchestrator.shares import Shares
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import finish_despite_cancel
 from shared.errors import BadRequest, Busy, HoneError, NotFound, TooLarge

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.orchestrator.api.access import Shares
 from services.orchestrator.extensions.pushed.groups import MAX_BODY_BYTES, CheckedGroup, GroupIntake
-from services.orchestrator.shares import Shares
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
 from shared.http import codec, rendering
