@@ -50,16 +50,18 @@ NUM_FIRST = 8
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set, called `name` in the job ("" for `data.eval`) and `where` in messages. All of
-    its problems have the `columns`; `version` identifies its content."""
+    """A held-out set of a table, called `name` in the job ("" for `data.eval`) and `where` in
+    messages. All of its problems have the `columns`."""
 
     name: str
     spec: DataSpec
-    where: str
+    table: Table
     columns: tuple[str, ...]
     problems: Sequence[Problem]
-    version: str | None = None
-    table: Table | None = None
+
+    @property
+    def where(self) -> str:
+        return self.table.name
 
     def prompts(self) -> tuple[Prompt, ...]:
         """Returns the prompts. Templates may take long: call it off the event loop."""
@@ -150,46 +152,26 @@ def load_prompts(
     missing column; OperatorActionNeeded for a file that has changed; Unavailable while the Hub
     cannot be reached. Takes as long as reading the files; call it off the event loop.
     """
-    ask, history = source_requests(job, settings, versions).get("train"), history or History()
-    if ask is None:
-        held_out = load_held_out(job, settings, versions)
-        columns = _shared_columns(held_out[0].columns, held_out) if held_out else ()
-        return Prompts(
-            job,
-            None,
-            held_out,
-            columns,
-            versions=_versions(held_out),
-            train=(),
-            tables=_tables(held_out),
-        )
-    train = open_source(ask)
-    columns, order, problems = _ordered(job, train, history, _filter_cpu_s(versions))
+    history, tables = history or History(), dict[str, Table]()
+    order, problems, columns = None, (), list[tuple[str, ...]]()
+    if ask := source_requests(job, settings, versions).get("train"):
+        tables["train"] = train = open_source(ask)
+        own, order, problems = _ordered(job, train, history, _filter_cpu_s(versions))
+        columns.append(own.names)
     held_out = load_held_out(job, settings, versions)
-    train_version = {"train": train.version} if train.version else {}
+    tables |= {_version_key(each.name): each.table for each in held_out}
+    columns += [each.columns for each in held_out]
     return Prompts(
         job,
         order,
         held_out,
-        columns=_shared_columns(columns.names, held_out),
-        name=train.name,
-        versions=train_version | _versions(held_out),
-        train=problems,
-        history=history,
-        tables=(train, *_tables(held_out)),
+        tuple(name for name in next(iter(columns), ()) if all(name in each for each in columns)),
+        tables["train"].name if ask else "data.train",
+        {key: table.version for key, table in tables.items() if table.version},
+        problems,
+        history,
+        tuple(tables.values()),
     )
-
-
-def _tables(held_out: Sequence[HeldOut]) -> tuple[Table, ...]:
-    return tuple(each.table for each in held_out if each.table is not None)
-
-
-def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:
-    return tuple(name for name in names if all(name in each.columns for each in held_out))
-
-
-def _versions(held_out: Sequence[HeldOut]) -> dict[str, str]:
-    return {_version_key(each.name): each.version for each in held_out if each.version}
 
 
 def with_steps(job: Job, num_train: int | None) -> Job:
@@ -250,7 +232,7 @@ def _held_out(name: str, ask: SourceRequest, limit: int | None, cpu_s: float) ->
         problems: Sequence[Problem] = [*itertools.islice(passing, limit)]
     else:
         columns, problems = select_problems(table, spec, limit, cpu_s)
-    return HeldOut(name, spec, table.name, columns.names, problems, table.version, table)
+    return HeldOut(name, spec, table, columns.names, problems)
 
 
 def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:

@@ -36,10 +36,9 @@ def made(
     _, train = select_problems(InlineTable("train", tuple(given)), job.data, job.data.max_samples)
     sets: list[HeldOut] = []
     if held_out:
-        columns, problems = select_problems(
-            InlineTable("held out", tuple(held_out)), job.data, job.evaluation.num_prompts
-        )
-        sets = [HeldOut("", job.data, "held out", columns.names, problems)]
+        table = InlineTable("held out", tuple(held_out))
+        columns, problems = select_problems(table, job.data, job.evaluation.num_prompts)
+        sets = [HeldOut("", job.data, table, columns.names, problems)]
     return Prompts(job, TableOrder(job, train), sets, name="dataset 'x.jsonl'", train=train)
 
 
