@@ -41,18 +41,22 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
     """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
     `[difficulty]`."""
     result, plays = step.result, job.environment is not None and not job.is_pushed
-    is_supervised = job.is_supervised(step.batch.step)
+    is_supervised, groups = job.is_supervised(step.batch.step), step.batch.groups
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    went_wrong = [rollout.went_wrong for rollout in rollouts]
     return {
         **(
-            _given_metrics(step.batch.groups)
+            {SUPERVISED: 1.0, "errored_rollouts": statistics.fmean(went_wrong)}
             if is_supervised
-            else reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups)
+            else reward_metrics((*step.batch.scores, *step.batch.dropped), job, groups)
         ),
         "dropped_groups": len(step.batch.dropped),
         "resampled_groups": step.num_resampled,
-        **_rollout_metrics(step.batch.groups),
-        **_completion_metrics(step),
-        **(_conversation_metrics(step.batch.groups) if plays else {}),
+        "timed_out_rollouts": statistics.fmean(r.finish_reason == "timeout" for r in rollouts),
+        "overlong_prompts": statistics.fmean(group.overlong for group in groups),
+        "mixed_rollouts": statistics.fmean(len(r.versions) > 1 for r in rollouts),
+        **_completion_metrics([rollout for rollout in rollouts if not rollout.went_wrong]),
+        **(_conversation_metrics(rollouts) if plays else {}),
         **(
             teacher_metrics(step.batch, job.teacher.max_log_ratio)
             if job.teacher and not is_supervised
@@ -118,30 +122,7 @@ def reward_metrics(
     return metrics
 
 
-def _given_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
-    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
-    return {
-        SUPERVISED: 1.0,
-        "errored_rollouts": statistics.fmean(rollout.went_wrong for rollout in rollouts),
-    }
-
-
-def _rollout_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
-    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
-    return {
-        "timed_out_rollouts": statistics.fmean(r.finish_reason == "timeout" for r in rollouts),
-        "overlong_prompts": statistics.fmean(group.overlong for group in groups_P),
-        "mixed_rollouts": statistics.fmean(len(r.versions) > 1 for r in rollouts),
-    }
-
-
-def _completion_metrics(step: Step) -> dict[str, float]:
-    rollouts = [
-        rollout
-        for group in step.batch.groups
-        for rollout in group.rollouts
-        if not rollout.went_wrong
-    ]
+def _completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     ended = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
     return {
         **_lengths("length", rollouts),
@@ -152,8 +133,7 @@ def _completion_metrics(step: Step) -> dict[str, float]:
     }
 
 
-def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
-    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+def _conversation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     played = [rollout.info for rollout in rollouts if not rollout.went_wrong]
     numbers_of = {
         name: [info[name] for info in played if name in info]
