@@ -79,8 +79,8 @@ class Rule:
     kind: type[Exception]
     action: Action
     remedy: str = "fix the cause"
-    codes: frozenset[str] = frozenset()
-    checks: frozenset[CheckNeeds] = frozenset()
+    codes: tuple[str, ...] = ()
+    checks: tuple[CheckNeeds, ...] = ()
     resumes: bool = True
 
 
@@ -109,10 +109,6 @@ class Outcome:
     resumes: bool = True
 
 
-def _codes(*codes: str) -> frozenset[str]:
-    return frozenset(codes)
-
-
 SAME_TOKEN = "give all services the same HONE_TOKEN"
 LOOK = "make sure that it works (`hone doctor` shows how the services are)"
 
@@ -139,16 +135,16 @@ MEMORY = (
     "`hone resume {job} --set memory.micro_batch_tokens=TOKENS`"
 )
 
-ANY_CHECK = frozenset[CheckNeeds](("settings", "data", "services"))
+ANY_CHECK: tuple[CheckNeeds, ...] = ("settings", "data", "services")
 
 RULES = (
     # A slow check is waited for: only the job's own reward code may hang, and the reward service
     # ends that.
-    Rule(Unavailable, Action.WAIT, codes=_codes("deadline"), checks=ANY_CHECK),
+    Rule(Unavailable, Action.WAIT, codes=("deadline",), checks=ANY_CHECK),
     Rule(Unauthorized, Action.PAUSE, SAME_TOKEN, checks=ANY_CHECK),
     Rule(Forbidden, Action.PAUSE, SAME_TOKEN, checks=ANY_CHECK),
     # The settings have changed since the submission; anything else that is refused is tried again.
-    Rule(BadRequest, Action.PAUSE, checks=frozenset({"settings"})),
+    Rule(BadRequest, Action.PAUSE, checks=("settings",)),
     Rule(BadRequest, Action.RECOVER, LOOK, checks=ANY_CHECK),
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.GIVE_BACK),
@@ -161,30 +157,30 @@ RULES = (
     ),
     Rule(Preempted, Action.PAUSE, ""),
     Rule(OperatorActionNeeded, Action.PAUSE, IN_THE_JOB),
-    Rule(Conflict, Action.STOP, codes=_codes("emptied")),
-    Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
-    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters", "episode_lost")),
-    Rule(Conflict, Action.WAIT, codes=_codes("taken")),
+    Rule(Conflict, Action.STOP, codes=("emptied",)),
+    Rule(Conflict, Action.GIVE_BACK, codes=("stale",)),
+    Rule(Conflict, Action.RECOVER, LOOK, ("out_of_order", "no_adapters", "episode_lost")),
+    Rule(Conflict, Action.WAIT, codes=("taken",)),
     Rule(Conflict, Action.PAUSE),
     Rule(StateLost, Action.RELOAD, ENDS_THEM),
-    Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
-    Rule(Unavailable, Action.RELOAD, ENDS_THEM, _codes("unreachable")),
+    Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", ("deadline",)),
+    Rule(Unavailable, Action.RELOAD, ENDS_THEM, ("unreachable",)),
     Rule(Unavailable, Action.WAIT),
-    Rule(Failed, Action.RECOVER, "free some space", _codes("disk_full")),
-    Rule(Failed, Action.PAUSE, "put it back", _codes("run_folder_gone")),
-    Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory"), resumes=False),
+    Rule(Failed, Action.RECOVER, "free some space", ("disk_full",)),
+    Rule(Failed, Action.PAUSE, "put it back", ("run_folder_gone",)),
+    Rule(Failed, Action.PAUSE, MEMORY, ("out_of_memory",), resumes=False),
     Rule(
         Failed,
         Action.PAUSE,
         'lower training.learning_rate, or set training.on_nonfinite = "skip": both are another '
         f"job; {NEW_JOB}",
-        _codes("not_finite"),
+        ("not_finite",),
         resumes=False,
     ),
     Rule(Failed, Action.RECOVER, LOOK),
-    Rule(NotFound, Action.WAIT, codes=_codes("foreign")),
-    Rule(BadRequest, Action.WAIT, codes=_codes("not_there")),
-    Rule(BadRequest, Action.PAUSE, PROXY, _codes("foreign")),
+    Rule(NotFound, Action.WAIT, codes=("foreign",)),
+    Rule(BadRequest, Action.WAIT, codes=("not_there",)),
+    Rule(BadRequest, Action.PAUSE, PROXY, ("foreign",)),
     Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
     Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
     Rule(NotFound, Action.PAUSE, SAME_VERSION),
