@@ -148,9 +148,8 @@ def _generate(source: ProblemSet, path: Path) -> None:
         except SubprocessTimeout as error:
             raise BadRequest(
                 f"{source.key}: generating {source.size} problems of {source.task!r} took more "
-                "than "
-                f"{GENERATE_S:g} s; expected fewer or easier ones: lower data.reasoning_gym.size "
-                "or eval_size"
+                f"than {GENERATE_S:g} s; expected fewer or easier ones: lower "
+                "data.reasoning_gym.size or eval_size"
             ) from error
         disk.write_file(path, written.read_bytes())
 
@@ -203,8 +202,7 @@ def rows_of(source: ProblemSet) -> Iterator[dict[str, Any]]:
         except Exception as error:  # the package raises any class for unusable options
             raise BadRequest(
                 f"{source.key}: the task {source.task!r} made no problem {index} with these "
-                "options: "
-                f"{type(error).__name__}: {str(error)[:300]}"
+                f"options: {type(error).__name__}: {str(error)[:300]}"
             ) from error
         yield _row(source, index, level, config, entry)
 
@@ -221,8 +219,7 @@ def _row(
     if not is_whole or len(text) > MAX_ROW_BYTES:
         raise BadRequest(
             f"{source.key}: problem {index} of the task {source.task!r} cannot be written to a "
-            "file; "
-            "expected a task whose problems are numbers, texts, lists and tables"
+            "file; expected a task whose problems are numbers, texts, lists and tables"
         )
     answer = None if entry["answer"] is None else str(entry["answer"])
     shown = {"prompt": entry["question"], "answer": answer, "task": source.task}

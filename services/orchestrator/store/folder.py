@@ -366,7 +366,7 @@ class RunFolder:
         """Stores the step's batch. A graded batch replaces an ungraded one. Raises BatchExists if
         another graded batch is stored; storing the same batch again changes nothing."""
         data = codec.pack(batch)
-        path, ungraded = self._batch_path(batch.step), self._ungraded_path(batch.step)
+        path, ungraded = self._batch_path(batch.step), self._batch_path(batch.step, ".ungraded")
         with self._writing():
             if not batch.graded:
                 disk.write_file(ungraded, data)
@@ -389,7 +389,7 @@ class RunFolder:
     def batch(self, step: int) -> Batch:
         """Returns the scored batch of `step`, else the ungraded one. Raises NotFound naming the
         stored steps."""
-        for path in (self._batch_path(step), self._ungraded_path(step)):
+        for path in (self._batch_path(step), self._batch_path(step, ".ungraded")):
             if path.exists():
                 return codec.decode_tolerantly(Batch, path.read_bytes(), codec.MSGPACK)
         steps = self.batch_steps()
@@ -409,19 +409,19 @@ class RunFolder:
                     path.unlink(missing_ok=True)
             for step, path in self._batch_files():
                 if step < first_step:
-                    self._trained_path(step).unlink(missing_ok=True)
+                    self._batch_path(step, ".trained").unlink(missing_ok=True)
                     path.unlink(missing_ok=True)
 
     def write_trained(self, tokens: TrainedTokens) -> None:
         """Stores the trainer's log-probs and entropies of the step's tokens, for readers only."""
         with self._writing():
-            disk.write_file(self._trained_path(tokens.step), codec.pack(tokens))
+            disk.write_file(self._batch_path(tokens.step, ".trained"), codec.pack(tokens))
 
     def trained(self, step: int) -> TrainedTokens | None:
         """Returns the trainer's log-probs and entropies of the step's tokens; None if not
         stored."""
         try:
-            data = self._trained_path(step).read_bytes()
+            data = self._batch_path(step, ".trained").read_bytes()
             return codec.decode_tolerantly(TrainedTokens, data, codec.MSGPACK)
         except (OSError, ValueError, HoneError):
             return None
@@ -491,8 +491,8 @@ class RunFolder:
     def _rollouts(self) -> Path:
         return self.path / "rollouts"
 
-    def _batch_path(self, step: int) -> Path:
-        return self.path / f"rollouts/{step:06d}.msgpack"
+    def _batch_path(self, step: int, kind: str = "") -> Path:
+        return self.path / f"rollouts/{step:06d}{kind}.msgpack"
 
     def _held_out_path(self, name: str, step: int) -> Path:
         return self.path / "held_out" / name / f"{step:06d}.msgpack"
@@ -500,12 +500,6 @@ class RunFolder:
     def _held_out_files(self) -> Iterator[tuple[int, Path]]:
         for path in (self.path / "held_out").rglob("[0-9]*.msgpack"):
             yield int(path.stem), path
-
-    def _trained_path(self, step: int) -> Path:
-        return self.path / f"rollouts/{step:06d}.trained.msgpack"
-
-    def _ungraded_path(self, step: int) -> Path:
-        return self.path / f"rollouts/{step:06d}.ungraded.msgpack"
 
     def _batch_files(self) -> Iterator[tuple[int, Path]]:
         for path in (self.path / "rollouts").glob("*.msgpack"):
