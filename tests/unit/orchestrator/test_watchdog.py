@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from services.orchestrator import watchdog
+from services.orchestrator import __main__ as watchdog
 from shared.settings import Settings
 
 LIMIT_S = 0.4
