@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shared.job import DataSpec, Job, RewardSpec
 from shared.wire import JobRecord
 
@@ -12,6 +14,19 @@ JOB = Job(
     data=DataSpec(train="t.jsonl"),
     rewards=(RewardSpec(grader="length"),),
 )
+
+
+def job_with(**changes: Any) -> Job:
+    """A job with the keys that every job needs, and these."""
+    document: dict[str, Any] = {
+        "name": "t",
+        "model": "m/m",
+        "steps": 5,
+        "data": {"train": "x.jsonl"},
+        "rewards": [{"grader": "length"}],
+        "sampling": {"prompts_per_step": 4},
+    }
+    return Job.model_validate(document | changes)
 
 
 def record(status: str, error: str | None = None) -> JobRecord:

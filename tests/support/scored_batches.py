@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shared.job import Job
-from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, Span
+from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score
 
 
 def make_job(*rewards: dict[str, Any], **advantages: Any) -> Job:
@@ -42,19 +43,28 @@ def score(job: Job, *values: float | str | None) -> Score:
     )
 
 
+def make_rollout(
+    length: int = 1, reason: str = "stop", versions: Sequence[int] = (0,), text: str = "x"
+) -> Rollout:
+    """A rollout of `length` tokens, one sampled by each version and the rest by the last."""
+    return Rollout.model_validate(
+        {
+            "text": text,
+            "token_ids": tuple(range(length)),
+            "logprobs": (-0.5,) * length,
+            "finish_reason": reason,
+            "spans": [{"version": each, "start": start} for start, each in enumerate(versions)],
+        }
+    )
+
+
 def make_batch(*scores_PG: tuple[Score, ...], cut_off: tuple[int, ...] = ()) -> Batch:
     """A batch with these scores; the rollouts at positions `cut_off` of each group ended at
     max_tokens."""
 
     def group(scores_G: tuple[Score, ...]) -> RolloutGroup:
         rollouts = tuple(
-            Rollout(
-                text="x",
-                token_ids=(1,),
-                logprobs=(-0.5,),
-                finish_reason="length" if index in cut_off else "stop",
-                spans=(Span(version=0, start=0),),
-            )
+            make_rollout(reason="length" if index in cut_off else "stop")
             for index in range(len(scores_G))
         )
         return RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)

@@ -17,7 +17,7 @@ import pytest
 
 from services.orchestrator.data import tables
 from services.orchestrator.data.choosing import Problem
-from services.orchestrator.data.order import StreamOrder, TableOrder, shuffled_within
+from services.orchestrator.data.order import StreamOrder, shuffled_within
 from services.orchestrator.data.sources import KINDS, SourceRequest, open_source
 from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.errors import OperatorActionNeeded
@@ -27,6 +27,7 @@ from services.orchestrator.jobs.prompt_checks import check_rows
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.job import Job
 from shared.settings import Settings
+from tests.support.job_records import job_with
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(40)]
 MAPPED = {"columns": {"prompt": "question"}}
@@ -46,15 +47,8 @@ NO_ROWS = parquet_without_rows()
 
 
 def make_job(data: dict[str, Any], **changes: Any) -> Job:
-    document: dict[str, Any] = {
-        "name": "t",
-        "model": "m/m",
-        "steps": 5,
-        "data": data,
-        "rewards": [{"grader": "length"}],
-        "sampling": {"prompts_per_step": 4, **changes.pop("sampling", {})},
-    }
-    return Job.model_validate(document | changes)
+    sampling = {"prompts_per_step": 4, **changes.pop("sampling", {})}
+    return job_with(data=data, sampling=sampling, **changes)
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> str:
@@ -99,11 +93,8 @@ def test_every_format_gives_the_same_rows(
     train = write(tmp_path / f"rows{ending}")
     prompts = load({"train": train, "streaming": streaming, **MAPPED}, settings)
     found = {one.index: one for step in range(1, 11) for one in prompts.for_step(step)}
-    assert sorted(found) == list(range(40)) and set(prompts.columns) == {
-        "prompt",
-        "answer",
-        "level",
-    }
+    assert sorted(found) == list(range(40))
+    assert set(prompts.columns) == {"prompt", "answer", "level"}
     assert found[7].content == "7+1?" and found[7].row["level"] == 2
     assert str(found[7].row["answer"]) == "8"
 
@@ -377,12 +368,7 @@ def test_a_filter_and_max_samples_choose_rows_by_their_own_numbers(
 ) -> None:
     chosen = {"filter": "level == 3", "max_samples": 4, "streaming": streaming}
     prompts = load({"train": ROWS, "eval": ROWS, **chosen, **MAPPED}, settings)
-    assert sorted(indices(prompts, 1)) == [3, 8, 13, 18] and sorted(indices(prompts, 2)) == [
-        3,
-        8,
-        13,
-        18,
-    ]
+    assert sorted(indices(prompts, 1)) == sorted(indices(prompts, 2)) == [3, 8, 13, 18]
     assert [prompt.index for prompt in prompts.held_out()[""]] == list(range(3, 40, 5))
 
 
@@ -491,14 +477,6 @@ def test_rows_of_a_stream_that_replace_others_are_fresh_ones() -> None:
     assert [[one.index for one in again.take(2, round)] for round in range(4)] == rounds
     small, _ = stream(job, 3, 3)
     assert small.take(1, 1) == []
-
-
-def test_a_table_and_a_stream_without_shuffle_take_the_same_rows() -> None:
-    job = make_job({"train": "x.jsonl", "streaming": True, "shuffle": False})
-    problems = [Problem(index, {}) for index in range(11)]
-    order, _ = stream(job, 11)
-    for step in range(1, 12):
-        assert order.take(step, 0) == TableOrder(job, problems).take(step, 0)
 
 
 # --- the same data on resuming

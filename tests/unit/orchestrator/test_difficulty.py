@@ -15,6 +15,7 @@ from services.orchestrator.data.tables import InlineTable
 from services.orchestrator.grpo.groups import verdicts_of
 from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.job import Job
+from tests.support.job_records import job_with
 from tests.support.scored_batches import make_batch, make_job, score
 
 
@@ -22,17 +23,12 @@ def order(
     history: History, count: int = 6, *, prompts: int = 2, staleness: int = 0, **difficulty: int
 ) -> SkippingOrder:
     """Of rows "0" to "<count - 1>", in the order of the file."""
-    job = Job.model_validate(
-        {
-            "name": "t",
-            "model": "m/m",
-            "steps": 100,
-            "max_staleness": staleness,
-            "data": {"train": "x", "shuffle": False},
-            "sampling": {"prompts_per_step": prompts, "refills": 2},
-            "rewards": [{"grader": "right"}],
-            "difficulty": difficulty,
-        }
+    job = job_with(
+        steps=100,
+        max_staleness=staleness,
+        data={"train": "x", "shuffle": False},
+        sampling={"prompts_per_step": prompts, "refills": 2},
+        difficulty=difficulty,
     )
     rows = tuple({"prompt": str(number)} for number in range(count))
     _, problems = select_problems(InlineTable("rows", rows), job.data)

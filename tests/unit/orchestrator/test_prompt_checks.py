@@ -13,20 +13,12 @@ from services.orchestrator.jobs.prompt_checks import check_rows
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.settings import Settings
+from tests.support.job_records import job_with
 from tests.support.model_folders import make_model_folder
 
 
-def job(train: list[dict[str, Any]], **data: Any) -> Job:
-    return Job.model_validate(
-        {
-            "name": "t",
-            "model": "m/m",
-            "steps": 4,
-            "data": {"train": train, "shuffle": False, **data},
-            "sampling": {"prompts_per_step": 4},
-            "rewards": [{"grader": "length"}],
-        }
-    )
+def job(train: str | list[dict[str, Any]], **data: Any) -> Job:
+    return job_with(data={"train": train, "shuffle": False, **data})
 
 
 def refused(job: Job) -> str:
@@ -77,10 +69,8 @@ def test_rows_that_are_held_out_share_the_time_and_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_out = [{"prompt": "?"}] * 64 + [{"prompt": ""}]
-    submitted = job([{"prompt": "?"}] * 100, eval=held_out)
-    submitted = submitted.model_copy(
-        update={"evaluation": submitted.evaluation.model_copy(update={"num_prompts": 65})}
-    )
+    data = {"train": [{"prompt": "?"}] * 100, "eval": held_out, "shuffle": False}
+    submitted = job_with(data=data, evaluation={"num_prompts": 65})
     assert refused(submitted).startswith("row 64 of data.eval")
     monkeypatch.setattr(prompt_checks, "CHECK_S", -1.0)
     assert len(check_rows(submitted, load_prompts(submitted, Settings()))) == 4, (
@@ -91,9 +81,7 @@ def test_rows_that_are_held_out_share_the_time_and_are_not_kept(
 def test_a_value_that_is_nested_too_deep_to_be_sent_is_found(tmp_path: Path) -> None:
     deep = '{"prompt": "?", "answer": ' + "[" * 300 + "]" * 300 + "}\n"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": []}\n' * 9 + deep)
-    submitted = job([{"prompt": "?"}])
-    data = submitted.data.model_copy(update={"train": str(tmp_path / "rows.jsonl")})
-    detail = refused(submitted.model_copy(update={"data": data}))
+    detail = refused(job(str(tmp_path / "rows.jsonl")))
     assert detail.startswith("row 9 of ") and "nested too deep" in detail and "'answer'" in detail
 
 
@@ -114,13 +102,7 @@ def test_rows_that_passed_are_not_tried_again_for_another_job_on_them(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "?"}\n' * 100)
-    first = job([{"prompt": "?"}]).model_copy(
-        update={
-            "data": job([{"prompt": "?"}], filter="prompt").data.model_copy(
-                update={"train": str(path)}
-            )
-        }
-    )
+    first = job(str(path), filter="prompt")
     assert counting(first, monkeypatch) == 104, "all rows, and the rows of the first step"
     other = first.model_copy(update={"name": "other", "seed": 7, "steps": 9})
     assert counting(other, monkeypatch) == 4
@@ -136,9 +118,7 @@ def test_an_index_of_a_file_is_of_the_content_that_it_has_now(tmp_path: Path) ->
     path = tmp_path / "rows.jsonl"
     for count, prompt in ((5, "a"), (9, "bb"), (5, "a")):
         path.write_text(f'{{"prompt": "{prompt}"}}\n' * count)
-        submitted = job([{"prompt": "?"}])
-        data = submitted.data.model_copy(update={"train": str(path)})
-        prompts = load_prompts(submitted.model_copy(update={"data": data}), Settings())
+        prompts = load_prompts(job(str(path)), Settings())
         assert prompts.num_train == count
         assert {each.content for each in prompts.for_step(1)} == {prompt}
 

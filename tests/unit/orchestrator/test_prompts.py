@@ -15,18 +15,11 @@ from services.orchestrator.grpo.pipeline import syncs_after
 from services.orchestrator.grpo.prompts import HeldOut, Prompts, with_steps
 from shared.errors import BadRequest
 from shared.job import Job
+from tests.support.job_records import job_with
 
 
-def make_job(train: str = "x.jsonl", **changes: Any) -> Job:
-    document: dict[str, Any] = {
-        "name": "t",
-        "model": "m/m",
-        "steps": 5,
-        "data": {"train": train, **changes.pop("data", {})},
-        "rewards": [{"grader": "length"}],
-        "sampling": {"prompts_per_step": 4},
-    }
-    return Job.model_validate(document | changes)
+def make_job(**changes: Any) -> Job:
+    return job_with(**changes | {"data": {"train": "x.jsonl", **changes.get("data", {})}})
 
 
 def made(
@@ -98,8 +91,16 @@ def test_a_system_prompt_makes_chat_messages() -> None:
     )
 
 
-def test_chat_messages_stay_as_they_are() -> None:
-    messages = [{"role": "user", "content": "2+2?"}]
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ],
+    ids=["text", "a tool call, which needs no content"],
+)
+def test_chat_messages_stay_as_they_are(message: dict[str, Any]) -> None:
+    messages = [message]
     (prompt, *_) = made(make_job(), ([{"prompt": messages}] * 4)).for_step(1)
     assert prompt.content == tuple(messages)
 
@@ -110,12 +111,6 @@ def test_chat_messages_stay_as_they_are() -> None:
 def test_a_message_without_role_or_content_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="chat messages, each with a role and its content"):
         made(make_job(), ([{"prompt": [message]}] * 4)).for_step(1)
-
-
-def test_the_parts_of_a_message_are_one_text() -> None:
-    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2"}]
-    (prompt, *_) = made(make_job(), [{"prompt": [{"role": "user", "content": parts}]}] * 4).first()
-    assert prompt.content == ({"role": "user", "content": "1+2"},)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +133,6 @@ def test_a_message_that_no_template_can_be_given_is_refused_with_its_row(
         made(make_job(), [{"prompt": [message]}] * 4).first()
     assert re.match(r"row \d of dataset 'x.jsonl', column 'prompt': ", raised.value.detail)
     assert sentence in raised.value.detail
-
-
-def test_an_assistants_tool_call_needs_no_content() -> None:
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
-    (prompt, *_) = made(make_job(), ([{"prompt": messages}] * 4)).for_step(1)
-    assert prompt.content == tuple(messages)
 
 
 def test_epochs_are_counted_as_they_were_written() -> None:
