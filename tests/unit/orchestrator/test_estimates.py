@@ -20,19 +20,15 @@ from services.orchestrator.grpo.estimates import (
 )
 from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.job import EvaluationSpec, Job
-from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup
-from tests.support.scored_batches import make_job, score
+from shared.wire import Prompt, RolloutGroup, Score, ScoredGroup
+from tests.support.scored_batches import make_job, make_rollout, score
 
 
 def answered(scores: tuple[Score, ...], *reasons: str, tokens: int = 1) -> ScoredGroup:
     """One problem's completions; `reasons` are why they ended, "stop" if not given."""
     rollouts = tuple(
-        Rollout(
-            text="x",
-            token_ids=tuple(range(tokens + number)),
-            finish_reason=(reasons or ("stop",) * len(scores))[number],  # type: ignore[arg-type]
-        )
-        for number in range(len(scores))
+        make_rollout(tokens + number, reason)
+        for number, reason in enumerate(reasons or ("stop",) * len(scores))
     )
     group = RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)  # type: ignore[arg-type]
     return ScoredGroup(prompt=Prompt(index=0, content="?", row={}), group=group, scores=scores)

@@ -27,46 +27,22 @@ from shared.wire import (
     StepResult,
     StepTotals,
 )
+from tests.support.scored_batches import make_job, make_rollout, score
+
+JOB = make_job()
 
 
 def rollout(length: int, reason: str = "stop") -> Rollout:
-    return Rollout.model_validate(
-        {
-            "text": "x",
-            "token_ids": tuple(range(length)),
-            "logprobs": (-0.5,) * length,
-            "finish_reason": reason,
-            "spans": ({"version": 3, "start": 0},),
-        }
-    )
+    return make_rollout(length, reason, versions=(3,))
 
 
-def score(value: float | None, **parts: float | None) -> Score:
-    return Score(
-        value=value,
-        parts={
-            name: Part(value=part, verdict="ok" if part is not None else "error")
-            for name, part in parts.items()
-        },
-    )
-
-
-JOB = Job.model_validate(
-    {
-        "name": "t",
-        "model": "m/m",
-        "steps": 9,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "right"}],
-    }
-)
 GROUPS = (
     RolloutGroup(prompt_token_ids=(1, 2), rollouts=(rollout(2), rollout(4, "length"))),
     RolloutGroup(prompt_token_ids=(3,), rollouts=(rollout(3), rollout(3))),
 )
 SCORES = (
-    (score(1.0, right=1.0), score(0.0, right=0.0)),
-    (score(1.0, right=1.0), score(None, right=None)),
+    (score(JOB, 1.0), score(JOB, 0.0)),
+    (score(JOB, 1.0), score(JOB, None)),
 )
 
 
@@ -99,7 +75,7 @@ def test_reward_metrics_leave_missing_rewards_out_and_count_them() -> None:
 
 
 def test_nothing_graded_has_no_reward_rather_than_zero() -> None:
-    metrics = reward_metrics(((score(None, right=None),),), JOB)
+    metrics = reward_metrics(((score(JOB, None),),), JOB)
     assert "reward" not in metrics and metrics["missing_rewards"] == 1.0
 
 
@@ -139,7 +115,7 @@ def test_step_metrics_carry_lengths_staleness_and_time() -> None:
 
 
 def test_dropped_groups_count_in_rewards_which_would_else_look_better() -> None:
-    zero, missing = score(0.0, right=0.0), score(None, right=None)
+    zero, missing = score(JOB, 0.0), score(JOB, None)
     metrics = step_metrics(make_step(dropped=((zero, zero), (zero, missing))), JOB)
     assert metrics["dropped_groups"] == 2
     assert metrics["reward"] == pytest.approx(2 / 6)

@@ -17,8 +17,9 @@ from services.orchestrator.store.finished import FinishedGroup, Place
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Prompt, Rollout, RolloutGroup, Score, Span
+from shared.wire import Prompt, RolloutGroup, Score
 from tests.support.job_records import JOB
+from tests.support.scored_batches import make_rollout
 
 LEARNED = finished.digest_of(JOB)
 MESSAGES = ({"role": "user", "content": "3 5 15"},)
@@ -26,16 +27,7 @@ PROMPT = Prompt(index=3, content=MESSAGES, row={"target": math.nan})
 
 
 def made(*versions: int) -> FinishedGroup:
-    rollouts = tuple(
-        Rollout(
-            text="3*5",
-            token_ids=(1, 2),
-            logprobs=(-0.5, -0.25),
-            finish_reason="stop",
-            spans=(Span(version=version, start=0),),
-        )
-        for version in versions
-    )
+    rollouts = tuple(make_rollout(2, versions=(version,)) for version in versions)
     group = RolloutGroup(prompt_token_ids=(7,), rollouts=rollouts)
     scores = (Score(value=1.0, parts={}),) * len(rollouts)
     return FinishedGroup(learned=LEARNED, prompt=PROMPT, group=group, scores=scores)

@@ -15,8 +15,8 @@ from services.orchestrator.grpo.groups import (
 from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span, TokenIds
-from tests.support.scored_batches import make_job, score
+from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenIds
+from tests.support.scored_batches import make_job, make_rollout, score
 
 
 def refilling(rounds: int) -> Job:
@@ -25,14 +25,8 @@ def refilling(rounds: int) -> Job:
 
 
 def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) -> ScoredGroup:
-    rollout = Rollout(
-        text="x",
-        token_ids=(1,),
-        logprobs=(-0.5,),
-        finish_reason="stop",
-        spans=tuple(Span(version=v, start=i) for i, v in enumerate(versions)),
-    )
-    group = RolloutGroup(prompt_token_ids=(1,), rollouts=(rollout,) * len(rewards))
+    rollouts = (make_rollout(versions=versions),) * len(rewards)
+    group = RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)
     return ScoredGroup(
         prompt=Prompt(index=name, content="p", row={}),
         group=group,

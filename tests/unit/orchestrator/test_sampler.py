@@ -11,7 +11,6 @@ import pytest
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.samplers.sampler import MAX_DIRECT, NUM_MEASURED, Length, Sampler
 from services.orchestrator.samplers.syncing import _write_files, change, noise
-from services.orchestrator.tasks import finish_despite_cancel
 from shared.errors import Failed
 from shared.http.client import Client
 from shared.job import SYNC_METHODS, SyncMethod
@@ -84,27 +83,6 @@ async def test_room_is_bounded_by_sequences_and_by_the_cache(
         assert sampler.capacity == capacity
         sampler.take(3)
         assert sampler.room == (capacity - 3 if capacity else float("inf"))
-
-
-async def test_work_to_the_end_is_done_however_often_it_is_cancelled() -> None:
-    closed: list[str] = []
-    may_close = asyncio.Event()
-
-    async def close() -> None:
-        await may_close.wait()
-        closed.append("all")
-
-    task = asyncio.create_task(finish_despite_cancel(close()))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        task.cancel()
-    await asyncio.sleep(0)
-    assert not task.done()
-    may_close.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert closed == ["all"]
-    assert await finish_despite_cancel(asyncio.sleep(0, "result")) == "result"
 
 
 class WaitsForFiles:

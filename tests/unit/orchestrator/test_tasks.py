@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.orchestrator import tasks
-from services.orchestrator.tasks import gather_all, stop, write_despite_cancel
+from services.orchestrator.tasks import stop, write_despite_cancel
 from tests.support.slow_disk import SlowDisk
 
 
@@ -50,25 +50,3 @@ async def test_stopping_that_is_cancelled_still_waits_for_the_tasks(
     with pytest.raises(asyncio.CancelledError):
         await stopping
     assert (writing.done(), disk.written) == (True, ["row"])
-
-
-async def test_nothing_is_still_written_once_nested_work_was_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As groups are: within the sampling of a step, within the attempt, within its worker."""
-    monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
-    disk = SlowDisk()
-
-    async def step() -> None:
-        await gather_all([write_despite_cancel(disk.write, "group")])
-
-    async def attempt() -> None:
-        await gather_all([step()])
-
-    working = asyncio.create_task(attempt())
-    await disk.until_begun()
-    stopping = asyncio.create_task(stop(working))
-    assert not (await asyncio.wait({stopping}, timeout=0.1))[0]
-    disk.goes_on.set()
-    await stopping
-    assert disk.written == ["group"]

@@ -29,26 +29,24 @@ def worker_with(store: Mock) -> Worker:
     return Worker(store, settings, NO_EXTENSIONS, SharedTrainer(settings, store, set()))
 
 
-@pytest.mark.parametrize("end", [Worker.leave, Worker._give_back])
-async def test_a_job_that_is_cancelled_as_its_worker_stops_is_noted_as_ended(
-    tmp_path: Path, end: Callable[[Worker], Awaitable[None]]
+@pytest.mark.parametrize(
+    ("end", "halted"),
+    [
+        (Worker.leave, None),
+        (Worker._give_back, None),
+        (Worker._give_back, LeaseLost("a")),
+    ],
+    ids=["as the worker leaves", "as a lease is given back", "though the answer to it was lost"],
+)
+async def test_a_job_that_ends_as_its_worker_stops_is_noted_as_ended(
+    tmp_path: Path, end: Callable[[Worker], Awaitable[None]], halted: Exception | None
 ) -> None:
     note = Note(created_at=1.0, finished_at=2.0, status="cancelled")
-    store = Mock(halt=AsyncMock(), note=AsyncMock(return_value=note))
+    store = Mock(halt=AsyncMock(side_effect=halted), note=AsyncMock(return_value=note))
     store.get = AsyncMock(return_value=Mock(run_dir=str(tmp_path)))
     worker = worker_with(store)
     worker._lease = Lease("a", 1, "trainer", 30.0)
     await end(worker)
-    assert RunFolder(tmp_path).note() == note
-
-
-async def test_an_end_is_noted_also_where_the_answer_to_it_was_lost(tmp_path: Path) -> None:
-    note = Note(created_at=1.0, finished_at=2.0, status="succeeded")
-    store = Mock(halt=AsyncMock(side_effect=LeaseLost("a")), note=AsyncMock(return_value=note))
-    store.get = AsyncMock(return_value=Mock(run_dir=str(tmp_path)))
-    worker = worker_with(store)
-    worker._lease = Lease("a", 1, "trainer", 30.0)
-    await worker._give_back()
     assert (RunFolder(tmp_path).note(), worker._lease) == (note, None)
 
 
