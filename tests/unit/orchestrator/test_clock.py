@@ -1,13 +1,17 @@
-"""Where a step's seconds go, by a clock that stands still."""
+"""Where a step's seconds go, by a clock that stands still; and what the main loop leaves when it is
+stopped."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from unittest.mock import MagicMock, Mock
 
-from services.orchestrator.grpo.batches import Stages
+from services.orchestrator.grpo.batches import SampledBatch, Stages
 from services.orchestrator.grpo.metrics import StepClock
-from services.orchestrator.grpo.pipeline import gap_s
+from services.orchestrator.grpo.pipeline import Pipeline, Step, Stopwatch, gap_s
 from services.orchestrator.samplers.status import AttemptStatus
+from tests.support.scored_batches import make_job
 
 
 class Clock:
@@ -94,3 +98,25 @@ def test_a_stage_that_no_part_went_through_takes_no_time() -> None:
     clock.now += 2
     stages.through("reward")
     assert stages.seconds == {"generate": 0.0, "reward": 2.0, "keep": 0.0}
+
+
+class Untrained(Pipeline):
+    async def _train(self, sampled: SampledBatch, watch: Stopwatch) -> Step:
+        return Step(sampled.batch, [], Mock(), staleness=0, seconds={}, replayed=False)
+
+
+async def test_the_traces_of_steps_that_were_sampled_ahead_are_ended() -> None:
+    sampled = [
+        Mock(spec=SampledBatch, span=None, trace=MagicMock(), batch=Mock()) for _ in range(3)
+    ]
+
+    async def get(step: int) -> SampledBatch:
+        return sampled[step - 1]
+
+    job = make_job().model_copy(update={"steps": 3, "max_staleness": 1})
+    pipeline = Untrained(job, Mock(get=get), Mock(), Mock(), Mock())
+    steps = pipeline.steps(0)
+    await anext(steps)
+    await asyncio.sleep(0)
+    await steps.aclose()
+    assert [each.trace.end.called for each in sampled] == [False, True, False]

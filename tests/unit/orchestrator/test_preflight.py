@@ -1,7 +1,8 @@
-"""The checks of a job: which error a failed check raises."""
+"""The checks of a job: which error a failed check raises, and how much may wait to be checked."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -12,9 +13,10 @@ from tokenizers.processors import TemplateProcessing
 
 from services.orchestrator.data.order import History
 from services.orchestrator.errors import CheckFailed
-from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs import check_executor
+from services.orchestrator.jobs.check_executor import CheckExecutor, CheckTurns
 from services.orchestrator.jobs.preflight import AcceptedData, Inspection, Preflight, inspect
-from shared.errors import BadRequest, Failed, HoneError, Unavailable
+from shared.errors import BadRequest, Busy, Failed, HoneError, Unavailable
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
@@ -174,3 +176,32 @@ def test_a_dry_run_says_of_a_prompt_that_begins_twice(tmp_path: Path, settings: 
         "one before it; leave '<s>' out of the prompt",
     )
     assert dry_notes(job_of(folder, rows[:1]), settings) == ()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_waits_is_bounded_by_its_bytes_not_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check_executor, "MAX_WAITING_BYTES", 100 * check_executor.LEAST_BYTES)
+    turns = CheckTurns(1)
+    tasks = [asyncio.create_task(turns.take("a")) for _ in range(101)]
+    await settle()
+    with pytest.raises(Busy, match="100 jobs wait to be checked, which take 409600 bytes") as busy:
+        await turns.take("a")
+    assert busy.value.retry_after_s == 60, "a hundred at a second each, and a minute at most"
+    tasks += [asyncio.create_task(turns.take("b")) for _ in range(60)]
+    await settle()
+    refused = [task for task in tasks if task.done() and isinstance(task.exception(), Busy)]
+    assert len(refused) == 10, "another caller has its share all the same: a half"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_one_large_job_is_taken_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_executor, "MAX_WAITING_BYTES", 10)
+    await asyncio.wait_for(CheckTurns(2).take("a", 1000), 5)

@@ -1,4 +1,4 @@
-"""Which model folders a job may name."""
+"""Which model folders a job may name, and how sentences call the Hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from services.orchestrator.data.hub import named_model_folder
+from services.orchestrator.data.hub import hub_url, named_model_folder
 from shared.errors import BadRequest
 from shared.http.gate import caller
 from shared.settings import Settings
@@ -68,3 +68,17 @@ def test_a_folder_that_looks_like_an_id_of_the_hub_is_none(
     assert named_model_folder("models/one", settings) == folders / "models/one"
     with pytest.raises(BadRequest, match=ONLY):
         named_model_folder("private/one", settings)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "shown"),
+    [
+        ("https://me:secret@mirror.lan:8443/hf/", "https://mirror.lan:8443/hf"),
+        ("https://mirror.lan/a@b", "https://mirror.lan/a@b"),
+    ],
+)
+def test_a_mirror_of_the_hub_is_named_without_its_password(
+    endpoint: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert hub_url() == shown
