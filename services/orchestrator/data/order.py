@@ -115,9 +115,7 @@ class ProblemStream:
         return list(itertools.islice(self._held, start, start + count))
 
     def _open(self, number: int) -> None:
-        self._pass_number = number
         self._end = number * (self._pass_length or 0)
-        self._began_at = self._end
         self._held.clear()
         self._problems = self._begin(number)
 

@@ -39,7 +39,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.orchestrator.grpo.advantages import Advantages, batch_advantages
+from services.orchestrator.grpo.advantages import batch_advantages
 from services.orchestrator.grpo.examples import (
     PlacedExample,
     placed_examples,
@@ -105,7 +105,6 @@ class Step:
     has not ended."""
 
     batch: Batch
-    advantages_PG: Advantages
     result: StepResult
     staleness: int | None
     seconds: dict[str, float]
@@ -178,7 +177,6 @@ class Pipeline:
             await asyncio.to_thread(self._store_trained_tokens, batch, placed, result)
         return Step(
             batch,
-            advantages_PG,
             result,
             staleness=None if batch.version is None else batch.step - 1 - batch.version,
             seconds=sampled.seconds | watch.seconds,

@@ -94,7 +94,6 @@ def make_step(dropped: tuple[tuple[Score, ...], ...] = (), **changes: Any) -> St
     )
     return Step(
         batch,
-        [[0.5, -0.5], [None, None]],
         result.model_copy(update=changes),
         1,
         {"train": 0.2},

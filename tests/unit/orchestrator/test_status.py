@@ -251,7 +251,7 @@ def test_a_stage_that_no_part_went_through_takes_no_time() -> None:
 
 class Untrained(Pipeline):
     async def _train(self, sampled: SampledBatch, watch: Stopwatch) -> Step:
-        return Step(sampled.batch, [], Mock(), staleness=0, seconds={}, replayed=False)
+        return Step(sampled.batch, Mock(), staleness=0, seconds={}, replayed=False)
 
 
 async def test_the_traces_of_steps_that_were_sampled_ahead_are_ended() -> None:

@@ -266,7 +266,7 @@ def test_a_supervised_steps_metrics_have_a_loss_and_no_reward() -> None:
         num_tokens=2,
         train_s=0.1,
     )
-    step = Step(made, batch_advantages(made, asked), result, None, seconds={}, replayed=False)
+    step = Step(made, result, None, seconds={}, replayed=False)
     metrics = step_metrics(step, asked)
     assert (metrics["supervised"], metrics["loss"], metrics["errored_rollouts"]) == (1.0, 0.7, 0.5)
     assert metrics["overlong_prompts"] == 0.5
