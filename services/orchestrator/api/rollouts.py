@@ -259,13 +259,13 @@ def _without_nan(column: Sequence[float]) -> tuple[float | None, ...]:
 
 def _reader(job: Job) -> tuple[PromptReader | None, str]:
     try:
-        return _cached(job.model, job.model_revision, job.model_dump_json()), ""
+        return _cached(job.model_dump_json()), ""
     except TokenizerUnavailable as error:
         return None, str(error)
 
 
 @functools.lru_cache(maxsize=4)
-def _cached(_model: str, _revision: str | None, job: str) -> PromptReader:
+def _cached(job: str) -> PromptReader:
     """Cached because a large vocabulary takes a second to read."""
     return reader_of(Job.model_validate_json(job))
 

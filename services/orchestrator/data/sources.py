@@ -65,30 +65,25 @@ class SourceRequest:
         return self.source
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of source: its `name`, for people; a test whether a source is of this kind; a function
-    that opens it. Opening raises BadRequest for a source that is missing or not allowed."""
-
-    name: str
-    is_meant: Callable[[Source], bool]
-    open: Callable[[SourceRequest], Table]
-
-
 def open_source(ask: SourceRequest) -> Table:
     """Returns the table that the job names. Raises BadRequest if it is missing or not allowed,
     OperatorActionNeeded if it has changed since the job was submitted, Unavailable while the Hub
     cannot be reached."""
     if isinstance(ask.source, str):
         _check_name(ask)
-    kind = next(kind for kind in KINDS if kind.is_meant(ask.source))
-    return kind.open(ask)
+    return opener_of(ask.source)(ask)
+
+
+def opener_of(source: Source) -> Callable[[SourceRequest], Table]:
+    """Returns the function that opens sources of this kind. It raises BadRequest for a source that
+    is missing or not allowed."""
+    return next(opener for is_meant, opener in KINDS if is_meant(source))
 
 
 def is_on_hub(source: Source) -> bool:
     """Whether the source names a data set of the Hub."""
     try:
-        return next(kind for kind in KINDS if kind.is_meant(source)).open is _hub
+        return opener_of(source) is _hub
     except (OSError, ValueError):
         return False  # a name that `open_source` refuses
 
@@ -302,15 +297,16 @@ def _is_file(source: Source) -> bool:
     return path.suffix in FORMATS or text.startswith(("/", ".")) or path.exists()
 
 
-KINDS = (
-    Kind("rows in the job", lambda source: not isinstance(source, str), _inline),
-    Kind("reasoning-gym", lambda source: str(source).startswith(REASONING_GYM), _generated),
-    Kind("URL", lambda source: bool(URL.match(str(source))), _url),
-    Kind("uploaded file", lambda source: bool(UPLOADED.fullmatch(str(source))), _uploaded),
-    Kind("file", _is_file, _file),
-    Kind("id that no upload has", lambda source: str(source).startswith("file-"), _no_upload),
-    Kind("Hugging Face dataset", lambda _: True, _hub),
+KINDS: tuple[tuple[Callable[[Source], bool], Callable[[SourceRequest], Table]], ...] = (
+    (lambda source: not isinstance(source, str), _inline),
+    (lambda source: str(source).startswith(REASONING_GYM), _generated),
+    (lambda source: bool(URL.match(str(source))), _url),
+    (lambda source: bool(UPLOADED.fullmatch(str(source))), _uploaded),
+    (_is_file, _file),
+    (lambda source: str(source).startswith("file-"), _no_upload),
+    (lambda _: True, _hub),
 )
+"""A test of each kind of sources, and the function that opens them."""
 
 
 def needs_hub(job: Job, settings: Settings) -> bool:

@@ -85,9 +85,7 @@ class JsonTable:
     version: str | None
 
     def rows(self) -> Rows:
-        if self._is_list():
-            return self._list_rows()
-        return FileRows(self, _indexed(self) if self.version else self.index())
+        return self._list_rows() if self._is_list() else FileRows(self)
 
     def index(self) -> Index:
         offsets, columns = array("Q"), dict[str, None]()
@@ -276,6 +274,10 @@ class Index:
     types: Mapping[str, type] = field(default_factory=dict[str, type])
 
 
+def _index_of(table: JsonTable | CsvTable) -> Index:
+    return _indexed(table) if table.version else table.index()
+
+
 @functools.lru_cache(maxsize=16)
 def _indexed(table: JsonTable | CsvTable) -> Index:
     """Returns the table's `index`, cached for all jobs that read the same content of the file."""
@@ -288,11 +290,9 @@ class FileRows:
     """Rows of a file. Only their offsets are in memory; rows are read when they are needed, so the
     file must not change."""
 
-    def __init__(self, table: JsonTable | CsvTable, index: Index) -> None:
-        self.column_names = index.columns
-        self._table = table
-        self._index = index
-        self._stamp = index.stamp
+    def __init__(self, table: JsonTable | CsvTable) -> None:
+        self._table, self._index = table, _index_of(table)
+        self.column_names, self._stamp = self._index.columns, self._index.stamp
 
     def __len__(self) -> int:
         return len(self._index.offsets)
@@ -327,10 +327,10 @@ class CsvTable:
     version: str | None
 
     def rows(self) -> Rows:
-        return FileRows(self, self._index())
+        return FileRows(self)
 
     def stream(self) -> Iterator[Row]:
-        index = self._index()
+        index = _index_of(self)
         with self.path.open("rb") as file:
             for _, texts in itertools.islice(self._records(file), 1, None):
                 yield _typed(texts, index)
@@ -340,7 +340,7 @@ class CsvTable:
         return [
             f"column {column!r} of {self.name} was read as {NUMBERS[kind]}, because each of its "
             "texts is one; to keep it as text, save the file as .jsonl"
-            for column, kind in self._index().types.items()
+            for column, kind in _index_of(self).types.items()
         ]
 
     def index(self) -> Index:
@@ -359,10 +359,8 @@ class CsvTable:
         return Index(offsets, columns, stamp, types)
 
     def read_row(self, file: BinaryIO, index: Index) -> Row:
-        return _typed(next(csv.reader(_texts(file), strict=True)), index)
-
-    def _index(self) -> Index:
-        return _indexed(self) if self.version else self.index()
+        lines = (line.decode("utf-8") for line in file)
+        return _typed(next(csv.reader(lines, strict=True)), index)
 
     def _records(self, file: BinaryIO) -> Iterator[tuple[int, list[str]]]:
         """Yields the offset and the fields of the header, and of each row. Raises BadRequest with
@@ -434,10 +432,6 @@ class _CountedLines(Iterator[str]):
         return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
 
 
-def _texts(file: BinaryIO) -> Iterator[str]:
-    return (line.decode("utf-8") for line in file)
-
-
 def _is_written_as(kind: type, text: str) -> bool:
     """Whether the text is a number of this kind exactly as Python writes it."""
     try:
@@ -482,12 +476,10 @@ def _unsendable(feature: Any) -> str | None:
     else:
         kind = str(getattr(feature, "dtype", ""))
         media = type(feature).__name__ in ("Image", "Audio", "Video", "Pdf")
-        return type(feature).__name__.lower() if media else _without_json(kind)
+        if media:
+            return type(feature).__name__.lower()
+        return None if kind.startswith(JSON_TYPES) else kind
     return next(filter(None, map(_unsendable, inner)), None)
-
-
-def _without_json(kind: str) -> str | None:
-    return None if kind.startswith(JSON_TYPES) else kind
 
 
 def _from_arrow(row: Row) -> Row:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.data import tables
+from services.orchestrator.data import sources, tables
 from services.orchestrator.data.choosing import Problem
 from services.orchestrator.data.order import StreamOrder, shuffled_within
-from services.orchestrator.data.sources import KINDS, SourceRequest, open_source
+from services.orchestrator.data.sources import SourceRequest, open_source, opener_of
 from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo import prompts as prompts_module
@@ -131,19 +131,19 @@ def test_a_row_keeps_what_is_in_it_whatever_other_rows_have(
 
 
 @pytest.mark.parametrize(
-    ("source", "kind"),
+    ("source", "opener"),
     [
-        ((), "rows in the job"),
-        ("https://example.org/rows.jsonl", "URL"),
-        ("hf://datasets/a/b", "URL"),
-        ("file-" + "0" * 24, "uploaded file"),
-        ("file-x.jsonl", "file"),
-        ("/data/rows.txt", "file"),
-        ("openai/gsm8k", "Hugging Face dataset"),
+        ((), sources._inline),
+        ("https://example.org/rows.jsonl", sources._url),
+        ("hf://datasets/a/b", sources._url),
+        ("file-" + "0" * 24, sources._uploaded),
+        ("file-x.jsonl", sources._file),
+        ("/data/rows.txt", sources._file),
+        ("openai/gsm8k", sources._hub),
     ],
 )
-def test_a_source_is_of_the_kind_that_it_looks_like(source: Any, kind: str) -> None:
-    assert next(one.name for one in KINDS if one.is_meant(source)) == kind
+def test_a_source_is_of_the_kind_that_it_looks_like(source: Any, opener: object) -> None:
+    assert opener_of(source) is opener
 
 
 @pytest.mark.parametrize(
