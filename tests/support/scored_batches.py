@@ -58,9 +58,14 @@ def make_rollout(
     )
 
 
-def make_batch(*scores_PG: tuple[Score, ...], cut_off: tuple[int, ...] = ()) -> Batch:
-    """A batch with these scores; the rollouts at positions `cut_off` of each group ended at
-    max_tokens."""
+def make_batch(
+    *scores_PG: tuple[Score, ...],
+    cut_off: tuple[int, ...] = (),
+    indices: Sequence[int] | None = None,
+    **changes: Any,
+) -> Batch:
+    """A batch with these scores, of prompts with these `indices` (0, 1 and so on, if not given).
+    The rollouts at positions `cut_off` of each group ended at max_tokens."""
 
     def group(scores_G: tuple[Score, ...]) -> RolloutGroup:
         rollouts = tuple(
@@ -69,7 +74,12 @@ def make_batch(*scores_PG: tuple[Score, ...], cut_off: tuple[int, ...] = ()) -> 
         )
         return RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)
 
-    prompts = tuple(Prompt(index=index, content="p", row={}) for index in range(len(scores_PG)))
-    return Batch(
-        step=1, version=0, prompts=prompts, groups=tuple(map(group, scores_PG)), scores=scores_PG
+    numbers = range(len(scores_PG)) if indices is None else indices
+    batch = Batch(
+        step=1,
+        version=0,
+        prompts=tuple(Prompt(index=index, content="p", row={}) for index in numbers),
+        groups=tuple(map(group, scores_PG)),
+        scores=scores_PG,
     )
+    return batch.model_copy(update=changes)

@@ -139,10 +139,8 @@ def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do()
 
 
 def test_a_service_that_is_unreachable_is_waited_for_as_often_as_it_takes() -> None:
-    away = Unavailable("the service has no GPU")
-    assert {decide(away, count).action for count in range(1000)} == {WAIT}
-    nobody = NotFound("a proxy knows no such route", code="foreign")
-    assert decide(nobody, 1000).action is WAIT
+    assert decide(Unavailable("the service has no GPU"), 1000).action is WAIT
+    assert decide(NotFound("a proxy knows no such route", code="foreign"), 1000).action is WAIT
 
 
 def test_a_job_that_loses_its_services_again_and_again_pauses_in_the_end() -> None:

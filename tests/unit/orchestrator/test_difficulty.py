@@ -14,9 +14,9 @@ from services.orchestrator.data.order import History, SkippingOrder, Verdict, Ve
 from services.orchestrator.data.tables import InlineTable
 from services.orchestrator.grpo.groups import verdicts_of
 from services.orchestrator.samplers.clients import NOT_GRADED
-from shared.job import Job
+from shared.wire import RolloutGroup
 from tests.support.job_records import job_with
-from tests.support.scored_batches import make_batch, make_job, score
+from tests.support.scored_batches import make_batch, make_job, make_rollout, score
 
 
 def order(
@@ -184,13 +184,11 @@ def test_verdicts_are_of_whole_groups_replaced_ones_included() -> None:
         (right, score(job, 1.0, 0.0)),  # differ in form alone
         (right, score(job, None, 0.5)),
         (NOT_GRADED, NOT_GRADED),
+        indices=range(10, 17),
+        dropped=((wrong, wrong),),
+        dropped_prompts=(3,),
     )
-    prompts = tuple(
-        prompt.model_copy(update={"index": 10 + place})
-        for place, prompt in enumerate(batch.prompts)
-    )
-    replaced = {"dropped": ((wrong, wrong),), "dropped_prompts": (3,)}
-    found = verdicts_of(batch.model_copy(update={"prompts": prompts, **replaced}), job)
+    found = verdicts_of(batch, job)
     assert found == {3: "wrong", 10: "right", 11: "wrong", 12: "wrong", 13: "mixed", 14: "right"}
 
 
@@ -204,38 +202,26 @@ def test_a_problem_that_comes_twice_in_a_step_has_one_verdict() -> None:
     job = make_job({"grader": "right"})
     right, wrong, missing = score(job, 1.0), score(job, 0.0), score(job, None)
     batch = make_batch(
-        (right, wrong), (wrong, wrong), (right, right), (wrong, wrong), (right, missing)
+        *((right, wrong), (wrong, wrong), (right, right), (wrong, wrong), (right, missing)),
+        indices=(7, 7, 8, 8, 9),
+        dropped=((right, right), (right, missing)),
+        dropped_prompts=(6, 9),
     )
-    numbers = (7, 7, 8, 8, 9)
-    prompts = tuple(
-        prompt.model_copy(update={"index": number})
-        for prompt, number in zip(batch.prompts, numbers, strict=True)
-    )
-    again = {"dropped": ((right, right), (right, missing)), "dropped_prompts": (6, 9)}
-    found = verdicts_of(batch.model_copy(update={"prompts": prompts, **again}), job)
-    assert found == {6: "right", 7: "mixed", 8: "mixed", 9: "right"}
+    assert verdicts_of(batch, job) == {6: "right", 7: "mixed", 8: "mixed", 9: "right"}
 
 
 def test_a_group_whose_turns_differ_is_mixed_although_its_rewards_are_equal() -> None:
     """Both earn 1: one by its first answer, one by its second."""
     own = {"environment": {"kind": "worker"}, "rewards": [{"grader": "environment"}]}
-    plain = make_job().model_dump(exclude={"rewards", "advantages"}, exclude_unset=True)
-    by_episode = Job.model_validate({**plain, **own})
-    job = Job.model_validate({**plain, **own, "advantages": {"credit": "turns"}})
-    found = score(job, 1.0)
-    batch = make_batch((found, found), (found, found))
+    by_episode, job = job_with(**own), job_with(**own, advantages={"credit": "turns"})
     rollouts = tuple(
-        batch.groups[0]
-        .rollouts[0]
-        .model_copy(
-            update={"token_ids": (1, 2), "turns": (0, 1), "info": {"turn_rewards": rewards}}
-        )
+        make_rollout(2).model_copy(update={"turns": (0, 1), "info": {"turn_rewards": rewards}})
         for rewards in ([1.0, 0.0], [0.0, 1.0])
     )
-    differ = batch.groups[0].model_copy(update={"rollouts": rollouts})
-    same = batch.groups[1].model_copy(update={"rollouts": rollouts[:1] * 2})
-    batch = batch.model_copy(update={"groups": (differ, same)})
-    prompts = tuple(batch.prompts[0].model_copy(update={"index": n}) for n in (5, 6))
-    batch = batch.model_copy(update={"prompts": prompts})
+    groups = tuple(
+        RolloutGroup(prompt_token_ids=(1,), rollouts=each) for each in (rollouts, rollouts[:1] * 2)
+    )
+    found = score(job, 1.0)
+    batch = make_batch((found, found), (found, found), indices=(5, 6), groups=groups)
     assert verdicts_of(batch, job) == {5: "mixed", 6: "right"}
     assert verdicts_of(batch, by_episode) == {5: "right", 6: "right"}
