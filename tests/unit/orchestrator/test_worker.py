@@ -35,10 +35,31 @@ from shared.wire import MetricsRow
 from tests.support.job_records import JOB
 from tests.support.slow_disk import SlowDisk
 
+LEASE = Lease("a", 1, "trainer", 30.0)
 
-def worker_with(store: Mock) -> Worker:
+
+def worker_with(store: Mock, *, lease: Lease | None = LEASE) -> Worker:
+    """A worker that has the lease."""
     settings = Settings()
-    return Worker(store, settings, NO_EXTENSIONS, SharedTrainer(settings, store, set()))
+    worker = Worker(store, settings, NO_EXTENSIONS, SharedTrainer(settings, store, set()))
+    worker._lease = lease
+    return worker
+
+
+@pytest.fixture
+def registering(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """A worker without a lease that may register its trainer all the time."""
+    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
+    monkeypatch.setattr(worker_module, "POLL_S", 0.0)
+    store = Mock(get=AsyncMock(), beat=AsyncMock(return_value=None))
+    store.trainers.register = AsyncMock()
+    worker = worker_with(store, lease=None)
+    worker._needs = Mock(checked_at=0.0, missing=None)
+    return worker
+
+
+def attempt_that(run: Callable[[], Awaitable[Outcome]], **close: Any) -> Mock:
+    return Mock(return_value=Mock(run=run, close=AsyncMock(**close), status=Mock()))
 
 
 @pytest.mark.parametrize(
@@ -57,64 +78,50 @@ async def test_a_job_that_ends_as_its_worker_stops_is_noted_as_ended(
     store = Mock(halt=AsyncMock(side_effect=halted), note=AsyncMock(return_value=note))
     store.get = AsyncMock(return_value=Mock(run_dir=str(tmp_path)))
     worker = worker_with(store)
-    worker._lease = Lease("a", 1, "trainer", 30.0)
     await end(worker)
     assert (RunFolder(tmp_path).note(), worker._lease) == (note, None)
 
 
 async def test_a_worker_leaves_also_where_redis_was_emptied() -> None:
     store = Mock(halt=AsyncMock(side_effect=StoreEmptied("it was emptied")))
-    worker = worker_with(store)
-    worker._lease = Lease("a", 1, "trainer", 30.0)
-    await worker.leave()
+    await worker_with(store).leave()
     store.halt.assert_awaited_once()
 
 
 async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+    registering: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that hangs keeps the work, though its lease has expired: others are to take it."""
-    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
-    monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     is_cancelled, go_on = asyncio.Event(), asyncio.Event()
 
-    class Hanging:
-        close = AsyncMock()
-        status = Mock()
-
-        def __init__(self, *_: object) -> None: ...
-
-        async def run(self) -> Outcome:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                is_cancelled.set()
-                await go_on.wait()
-            raise AssertionError
+    async def hang() -> Outcome:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+            await go_on.wait()
+        raise AssertionError
 
     async def lost(*_: object) -> None:
         await asyncio.sleep(0)
         raise NoHeartbeat("a")
 
-    monkeypatch.setattr(worker_module, "Attempt", Hanging)
+    monkeypatch.setattr(worker_module, "Attempt", attempt_that(hang))
     monkeypatch.setattr(worker_module.leases, "keep", lost)
-    store = Mock(get=AsyncMock())
-    store.trainers.register = AsyncMock()
-    worker = worker_with(store)
-    worker._needs = Mock(checked_at=0.0, missing=None)
-    registering = asyncio.create_task(worker._keep_registered())
-    working = asyncio.create_task(worker._work(Lease("a", 1, "trainer", 30.0), 0.0))
+    register: Any = registering._store.trainers.register
+    keeping = asyncio.create_task(registering._keep_registered())
+    working = asyncio.create_task(registering._work(LEASE, 0.0))
     await asyncio.wait_for(is_cancelled.wait(), 60)
     await _turns(3)
-    num_registered = store.trainers.register.await_count
+    num_registered = register.await_count
     await _turns(20)
-    assert store.trainers.register.await_count == num_registered
+    assert register.await_count == num_registered
     go_on.set()
     with pytest.raises(NoHeartbeat):
         await working
     await _turns(20)
-    assert store.trainers.register.await_count > num_registered
-    await stop(registering)
+    assert register.await_count > num_registered
+    await stop(keeping)
 
 
 async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
@@ -124,24 +131,17 @@ async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
     monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
     disk = SlowDisk()
 
-    class Writing:
-        close = AsyncMock()
-        status = Mock()
+    async def write() -> Outcome:
+        await gather_all([write_despite_cancel(disk.write, "group")])
+        raise AssertionError
 
-        def __init__(self, *_: object) -> None: ...
-
-        async def run(self) -> Outcome:
-            await gather_all([write_despite_cancel(disk.write, "group")])
-            raise AssertionError
-
-    monkeypatch.setattr(worker_module, "Attempt", Writing)
-    lease = Lease("a", 1, "trainer", 30.0)
+    attempt = attempt_that(write)
+    monkeypatch.setattr(worker_module, "Attempt", attempt)
     halted = AsyncMock(side_effect=lambda *_: disk.written.append("lease given back"))
     store = Mock(halt=halted, get=AsyncMock(), beat=AsyncMock(return_value=None))
     store.note = AsyncMock(side_effect=NotFound("a"))
     worker = worker_with(store)
-    worker._lease = lease
-    working = asyncio.create_task(worker._work(lease, time.monotonic()))
+    working = asyncio.create_task(worker._work(LEASE, time.monotonic()))
 
     async def end() -> None:
         await stop(working)
@@ -153,47 +153,39 @@ async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
     disk.goes_on.set()
     await ending
     assert disk.written == ["group", "lease given back"]
-    Writing.close.assert_awaited_once()
+    attempt.return_value.close.assert_awaited_once()
 
 
 async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
-    monkeypatch: pytest.MonkeyPatch,
+    registering: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where Redis was emptied before the job's samplers were known."""
-    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
-    monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     emptied = StoreEmptied("it was emptied")
-    run = Mock(run=AsyncMock(side_effect=LeaseLost("a")), close=AsyncMock(side_effect=emptied))
-    monkeypatch.setattr(worker_module, "Attempt", Mock(return_value=run))
+    attempt = attempt_that(AsyncMock(side_effect=LeaseLost("a")), side_effect=emptied)
+    monkeypatch.setattr(worker_module, "Attempt", attempt)
     monkeypatch.setattr(worker_module.leases, "keep", AsyncMock(side_effect=emptied))
-    store = Mock(get=AsyncMock())
-    store.trainers.register = AsyncMock()
-    worker = worker_with(store)
-    worker._needs = Mock(checked_at=0.0, missing=None)
     with pytest.raises(StoreEmptied):
-        await worker._work(Lease("a", 1, "trainer", 30.0), 0.0)
-    registering = asyncio.create_task(worker._keep_registered())
-    await _turns(20)
-    assert store.trainers.register.await_count > 0
-    await stop(registering)
+        await registering._work(LEASE, 0.0)
+    await _check_registered(registering, 1)
 
 
 async def test_registering_a_trainer_and_heartbeats_continue_after_an_unexpected_error(
-    monkeypatch: pytest.MonkeyPatch,
+    registering: Worker,
 ) -> None:
-    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
-    store = Mock(beat=AsyncMock(return_value=None))
-    store.trainers.register = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
-    worker = worker_with(store)
-    worker._needs = Mock(checked_at=0.0, missing=None)
-    registering = asyncio.create_task(worker._keep_registered())
-    await _turns(20)
-    assert store.trainers.register.await_count > 1
-    await stop(registering)
-    lease = Lease("a", 1, "trainer", 30.0)
+    store: Any = registering._store
+    store.trainers.register.side_effect = [ValueError("a bug"), *[None] * 100]
+    await _check_registered(registering, 2)
     status = Mock(line=Mock(side_effect=KeyError("a bug")))
-    assert await worker_module._beat(store, status, lease) is None
-    store.beat.assert_awaited_once_with(lease, None, None)
+    assert await worker_module._beat(store, status, LEASE) is None
+    store.beat.assert_awaited_once_with(LEASE, None, None)
+
+
+async def _check_registered(worker: Worker, least: int) -> None:
+    keeping = asyncio.create_task(worker._keep_registered())
+    await _turns(20)
+    register: Any = worker._store.trainers.register
+    assert register.await_count >= least
+    await stop(keeping)
 
 
 async def _turns(count: int) -> None:
