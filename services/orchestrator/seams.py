@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from services.orchestrator.samplers.services import Services
     from services.orchestrator.samplers.status import AttemptStatus
     from services.orchestrator.store.folder import RunFolder
-    from services.orchestrator.store.journal import Journal
+    from services.orchestrator.store.leases import Journal
 
 LOST = "episode_lost"
 """The error's code of an episode that cannot continue."""

@@ -33,7 +33,7 @@ from services.orchestrator.grpo.prompts import HeldOut, group_seed
 from services.orchestrator.grpo.supervised import SFTExample, add_sft_advantages, sft_examples
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.journal import Journal
+from services.orchestrator.store.leases import Journal
 from services.orchestrator.tasks import gather_all, write_despite_cancel
 from shared.job import EvaluatedModel, Job
 from shared.wire import (

@@ -20,7 +20,7 @@ from services.orchestrator.grpo.advantages import has_signal
 from services.orchestrator.grpo.examples import teacher_metrics
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED, is_graded, missing_share
 from services.orchestrator.grpo.pipeline import Step
-from services.orchestrator.store.journal import SUPERVISED
+from services.orchestrator.store.leases import SUPERVISED
 from shared.job import Job
 from shared.wire import Rollout, RolloutGroup, Score
 

@@ -34,7 +34,7 @@ from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Tracker
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.journal import Journal
+from services.orchestrator.store.leases import Journal
 from services.orchestrator.store.registrations import Use
 from services.orchestrator.store.run_folders import checkpoint_step
 from services.orchestrator.tasks import write_despite_cancel

@@ -35,8 +35,7 @@ from services.orchestrator.samplers.status import Caller, watch
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions, Program
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.journal import Journal
-from services.orchestrator.store.leases import Lease
+from services.orchestrator.store.leases import Journal, Lease
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import finish_despite_cancel, stop, write_despite_cancel
 from shared.errors import Conflict, HoneError

@@ -19,8 +19,7 @@ from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.journal import Journal
-from services.orchestrator.store.leases import LeaseLost
+from services.orchestrator.store.leases import Journal, LeaseLost
 from services.orchestrator.tasks import gather_all, stop
 from shared.errors import HoneError, Unavailable
 from shared.host import tracing

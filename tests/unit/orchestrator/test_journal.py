@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.orchestrator.store.journal import Journal
+from services.orchestrator.store.leases import Journal
 from shared.wire import MetricsRow, TrainerState
 
 

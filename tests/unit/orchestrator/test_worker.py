@@ -23,8 +23,7 @@ from services.orchestrator.seams import NO_EXTENSIONS
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import Note, RunFolder
-from services.orchestrator.store.journal import Journal
-from services.orchestrator.store.leases import Lease, LeaseLost, LeaseRequest, NoHeartbeat
+from services.orchestrator.store.leases import Journal, Lease, LeaseLost, LeaseRequest, NoHeartbeat
 from services.orchestrator.store.run_folders import note_ends
 from services.orchestrator.tasks import gather_all, stop, write_despite_cancel
 from shared.errors import Conflict, HoneError, NotFound

@@ -23,7 +23,7 @@ from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Program
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.journal import SUPERVISED, Journal
+from services.orchestrator.store.leases import SUPERVISED, Journal
 from services.orchestrator.tasks import write_despite_cancel
 from shared.errors import BadRequest, Conflict, Failed, HoneError
 from shared.host.logs import get_logger
