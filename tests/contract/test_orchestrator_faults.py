@@ -241,7 +241,7 @@ async def test_a_wandb_that_is_unreachable_costs_two_warnings_and_no_job(
         begun.append(job_id)
         raise ConnectionError("no route to api.wandb.ai")
 
-    monkeypatch.setattr(tracking, "_begin", begin)
+    monkeypatch.setattr(tracking, "begin_wandb", begin)
     submitted = stack.job.model_copy(update={"wandb": WandbSpec(project="p")})
     record = await stack.until((await stack.submit(submitted)).id)
     assert record.status == "succeeded" and set(begun) == {record.id}

@@ -10,6 +10,7 @@ continues, these are written again from the run folder's metrics, so that they h
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import queue
 import shutil
@@ -34,6 +35,7 @@ POLL_S = 0.05
 
 NO_KEY = "no API key: set WANDB_API_KEY where the orchestrator runs"
 
+WANDB = "W&B"
 
 Row = tuple[int, dict[str, float]]
 
@@ -50,49 +52,40 @@ class NoKey(Exception):
 
 
 class Tracker:
-    """Sends a job's metrics to a tracker; for W&B does nothing if the job has no `[wandb]`. `begin`
-    starts a run there; `name` is shown in messages. `trouble` is a sentence on the rows that the
-    tracker lacks, and why; None: it has all."""
+    """Sends a job's metrics to a tracker, where `begin` starts a run. `name` is shown in messages.
+    `trouble` is a sentence on the rows that the tracker lacks, and why; None: it has all."""
 
     def __init__(
         self,
         job: Job,
         job_id: str,
         run_dir: Path,
-        begin: Callable[[Job, str, Path], TrackerRun] | None = None,
-        name: str = "W&B",
+        begin: Callable[[Job, str, Path], TrackerRun],
+        name: str = WANDB,
     ) -> None:
         self.trouble: str | None = None
         self._job_id = job_id
-        self._name, self._is_local = name, name != "W&B"
+        self._name, self._is_local = name, name != WANDB
         offline = not self._is_local and job.wandb and job.wandb.mode == "offline"
         self._where = f"{run_dir}/wandb" if offline else None
-        self._begin = lambda: (begin or _begin)(job, job_id, run_dir)
+        self._begin = functools.partial(begin, job, job_id, run_dir)
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._steps: list[int] = []
         self._num_taken = 0
         self._reason: str | None = None
         self._exit_code = 1
-        self._thread = (
-            threading.Thread(target=self._work, name=name, daemon=True)
-            if self._is_local or job.wandb
-            else None
-        )
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self) -> None:
-        if self._thread:
-            self._thread.start()
+        self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._thread:
-            self._steps.append(step)
-            self._rows.put((step, metrics))
+        self._steps.append(step)
+        self._rows.put((step, metrics))
 
     async def finish(self, succeeded: bool) -> TrackerReport | None:
         """Waits up to FINISH_S seconds until the tracker has all rows, and returns a report; None
         if there was no row."""
-        if self._thread is None:
-            return None
         self._exit_code = 0 if succeeded else 1
         self._rows.put(None)
         end = time.monotonic() + FINISH_S
@@ -161,19 +154,20 @@ class Tracker:
 def missing(job: Job) -> str | None:
     """Returns a message on the trackers that will record nothing of the job because a key or a
     package is missing. It may take seconds: call it off the event loop."""
-    return "; ".join(filter(None, (missing_key(job), missing_package(job)))) or None
-
-
-def missing_key(job: Job) -> str | None:
-    """Returns a message if W&B will record nothing of the job because its API key is missing."""
+    reasons: list[str] = []
     try:
         _check_key(job)
     except NoKey as error:
-        return (
+        reasons.append(
             f"W&B will have nothing of this run: {error}; or leave out [wandb], or set wandb.mode "
             '= "offline", which keeps the metrics in the run folder'
         )
-    return None
+    if absent := [name for name in job.trackers if importlib.util.find_spec(name) is None]:
+        reasons.append(
+            f"trackers: {', '.join(absent)} will have nothing of this run: the package is not "
+            "installed where the orchestrator runs: pip install 'hone-rl[trackers]'"
+        )
+    return "; ".join(reasons) or None
 
 
 def _check_key(job: Job) -> None:
@@ -199,7 +193,7 @@ def _named(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _begin(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
+def begin_wandb(job: Job, job_id: str, run_dir: Path) -> TrackerRun:
     import wandb
 
     spec = job.wandb
@@ -227,7 +221,7 @@ class JobTrackers:
     """The trackers of a job, as one."""
 
     def __init__(self, job: Job, job_id: str, run_dir: Path) -> None:
-        self._each = [Tracker(job, job_id, run_dir)] if job.wandb else []
+        self._each = [Tracker(job, job_id, run_dir, begin_wandb)] if job.wandb else []
         for name in job.trackers:
             shown, begin = LOCAL[name]
             self._each.append(Tracker(job, job_id, run_dir, begin, shown))
@@ -345,14 +339,3 @@ LOCAL: dict[str, tuple[str, Callable[[Job, str, Path], TrackerRun]]] = {
     "mlflow": ("MLflow", _mlflow),
     "trackio": ("Trackio", _trackio),
 }
-
-
-def missing_package(job: Job) -> str | None:
-    """Returns a message if a tracker's package is not installed."""
-    absent = [name for name in job.trackers if importlib.util.find_spec(name) is None]
-    if not absent:
-        return None
-    return (
-        f"trackers: {', '.join(absent)} will have nothing of this run: the package is not "
-        "installed where the orchestrator runs: pip install 'hone-rl[trackers]'"
-    )

@@ -94,18 +94,11 @@ async def test_a_wandb_that_hangs_neither_keeps_steps_waiting_nor_the_end_for_lo
     released.set()
 
 
-async def test_a_job_without_a_wandb_section_begins_no_run(tmp_path: Path) -> None:
-    tracker = Tracker(make_job(), "job-1", tmp_path, lambda *_: pytest.fail("begun"))
-    tracker.start()
-    tracker.log(1, {})
-    assert await tracker.finish(True) is None and tracker.trouble is None
-
-
 async def test_two_jobs_of_one_process_have_a_run_each(tmp_path: Path) -> None:
     begun: list[str] = []
 
     def begin(job: Job, job_id: str, run_dir: Path) -> Any:
-        run = tracking._begin(job, job_id, run_dir)
+        run = tracking.begin_wandb(job, job_id, run_dir)
         begun.append(job_id)
         return run
 
@@ -132,7 +125,9 @@ async def test_two_jobs_of_one_process_have_a_run_each(tmp_path: Path) -> None:
 
 
 async def test_a_wandb_run_may_have_a_name_of_its_own(tmp_path: Path) -> None:
-    tracker = Tracker(offline_job(project="p", name="mine"), "job-1", tmp_path)
+    tracker = Tracker(
+        offline_job(project="p", name="mine"), "job-1", tmp_path, tracking.begin_wandb
+    )
     tracker.start()
     tracker.log(1, {"reward": 1.0})
     await tracker.finish(False)
@@ -144,7 +139,7 @@ async def test_without_a_key_the_job_says_that_wandb_has_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_key(monkeypatch, tmp_path)
-    tracker = Tracker(wandb_job(), "job-1", tmp_path)
+    tracker = Tracker(wandb_job(), "job-1", tmp_path, tracking.begin_wandb)
     tracker.start()
     tracker.log(0, {})
     await until(lambda: tracker.trouble)
@@ -179,15 +174,15 @@ def test_a_missing_key_is_known_before_a_job_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_key(monkeypatch, tmp_path)
-    said = tracking.missing_key(wandb_job())
+    said = tracking.missing(wandb_job())
     assert said is not None and said.startswith("W&B will have nothing of this run: no API key")
-    assert tracking.missing_key(offline_job(project="p")) is None
-    assert tracking.missing_key(make_job()) is None
+    assert tracking.missing(offline_job(project="p")) is None
+    assert tracking.missing(make_job()) is None
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    said = tracking.missing_key(wandb_job())
+    said = tracking.missing(wandb_job())
     assert said is not None and "WANDB_API_KEY invalid" in said
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert tracking.missing_key(wandb_job()) is None
+    assert tracking.missing(wandb_job()) is None
 
 
 # --- trackers of files: the real packages ---------------------------------------------------------
