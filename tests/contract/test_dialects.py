@@ -534,7 +534,7 @@ async def test_a_session_keeps_of_a_message_what_templates_read(settings: Settin
     said = {"role": "user", "content": "Go.", "reasoning": "I may.", "x": "y" * 99}
     answer = await bench.post("/v1/chat/completions", {"messages": [said], "tools": []})
     assert answer.status_code == 200, answer.text
-    (turn,) = bench.session.recording().turns
+    (turn,) = bench.session.recording.turns
     assert turn.asked.messages == ({"role": "user", "content": "Go.", "reasoning": "I may."},)
     assert len(turn.asked.name) == 64
 

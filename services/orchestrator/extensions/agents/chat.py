@@ -23,8 +23,8 @@ from services.orchestrator.extensions.agents.dialect import (
     tool_choice,
     usage_of,
 )
-from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import TurnRequest, digest
+from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.environments.recording import Turn, TurnRequest, digest
 from shared.errors import BadRequest
 
 OF_CHAT = {
@@ -73,7 +73,7 @@ def _tool(given: Any) -> Any:
     return function(said.get("name"), said.get("description"), said.get("parameters"))
 
 
-def chat_body(answer: Answer, asked: Body) -> dict[str, Any]:
+def chat_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the chat completion."""
     calls, choice = calls_of(answer), _choice(answer, asked)
     message = {"role": "assistant", "content": answer.message.get("content") or None}
@@ -89,12 +89,12 @@ def chat_body(answer: Answer, asked: Body) -> dict[str, Any]:
     return {**_head(answer, asked, "chat.completion"), "choices": [choice]}
 
 
-def _choice(answer: Answer, asked: Body) -> dict[str, Any]:
+def _choice(answer: Turn, asked: Body) -> dict[str, Any]:
     ids = {"token_ids": list(answer.rollout.token_ids)} if asked.get("return_token_ids") else {}
     return {"index": 0, **ids}
 
 
-def _head(answer: Answer, asked: Body, kind: str) -> dict[str, Any]:
+def _head(answer: Turn, asked: Body, kind: str) -> dict[str, Any]:
     with_ids = bool(asked.get("return_token_ids"))
     return {
         "id": answer.id,
@@ -106,7 +106,7 @@ def _head(answer: Answer, asked: Body, kind: str) -> dict[str, Any]:
     }
 
 
-def stream_chat(answer: Answer, asked: Body) -> str:
+def stream_chat(answer: Turn, asked: Body) -> str:
     """Returns the chat completion in chunks: the message, its finish reason, and the usage if
     requested."""
     whole = chat_body(answer, asked)
@@ -160,7 +160,7 @@ def _is_token_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
-def completion_body(answer: Answer, asked: Body) -> dict[str, Any]:
+def completion_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the completion of a text."""
     logprobs = None
     if asked.get("logprobs") is not None:
@@ -180,7 +180,7 @@ def completion_body(answer: Answer, asked: Body) -> dict[str, Any]:
     return {**_head(answer, asked, "text_completion"), "choices": [choice]}
 
 
-def stream_completion(answer: Answer, asked: Body) -> str:
+def stream_completion(answer: Turn, asked: Body) -> str:
     whole = completion_body(answer, asked)
     return _chunks(whole, "text_completion", whole["choices"], asked)
 
@@ -201,7 +201,7 @@ def read_tokens(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     return given_turn(listed(body, "token_ids"), "token_ids", params)
 
 
-def tokens_body(answer: Answer, asked: Body) -> dict[str, Any]:
+def tokens_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the answer in vLLM's form, always with log-probs."""
     content = [{**each, "top_logprobs": []} for each in logprobs_of(answer)]
     choice = {
@@ -218,7 +218,7 @@ def tokens_body(answer: Answer, asked: Body) -> dict[str, Any]:
     }
 
 
-def stream_tokens(answer: Answer, asked: Body) -> str:
+def stream_tokens(answer: Turn, asked: Body) -> str:
     return event(tokens_body(answer, asked)) + event("[DONE]")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import TurnRequest
+from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.environments.recording import Turn, TurnRequest
 from shared.errors import BadRequest
 from shared.explain import closest, sentences
 from shared.wire import ChatRequest
@@ -68,8 +68,8 @@ class Dialect:
 
     path: str
     read: Callable[[Body, Session], tuple[TurnRequest, Limits]]
-    body: Callable[[Answer, Body], dict[str, Any]]
-    stream: Callable[[Answer, Body], str]
+    body: Callable[[Turn, Body], dict[str, Any]]
+    stream: Callable[[Turn, Body], str]
 
 
 def check_fields(body: Body, known: Iterable[str]) -> None:
@@ -199,7 +199,7 @@ def event(data: Any, name: str | None = None) -> str:
     return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
 
 
-def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
+def logprobs_of(answer: Turn) -> list[dict[str, Any]]:
     """Returns the log-prob of each sampled token, with the token's id in place of its text."""
     rollout = answer.rollout
     return [
@@ -208,7 +208,7 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def usage_of(answer: Answer) -> dict[str, int]:
+def usage_of(answer: Turn) -> dict[str, int]:
     prompt, sampled = len(answer.prompt_token_ids), len(answer.rollout.token_ids)
     return {
         "prompt_tokens": prompt,
@@ -217,5 +217,5 @@ def usage_of(answer: Answer) -> dict[str, int]:
     }
 
 
-def calls_of(answer: Answer) -> list[dict[str, Any]]:
+def calls_of(answer: Turn) -> list[dict[str, Any]]:
     return list(answer.message.get("tool_calls") or ())

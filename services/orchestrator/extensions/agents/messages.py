@@ -21,8 +21,8 @@ from services.orchestrator.extensions.agents.dialect import (
     text,
     tool_choice,
 )
-from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import TurnRequest
+from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.environments.recording import Turn, TurnRequest
 from shared.errors import BadRequest
 from shared.wire import Message
 
@@ -104,7 +104,7 @@ def _call(block: Any) -> dict[str, Any]:
     return {"id": block.get("id"), "type": "function", "function": called}
 
 
-def answer_body(answer: Answer, asked: Body) -> dict[str, Any]:
+def answer_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the message."""
     rollout, said = answer.rollout, answer.message.get("content")
     calls = [_tool_use(call) for call in calls_of(answer)]
@@ -136,7 +136,7 @@ def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": name, "input": given}
 
 
-def stream(answer: Answer, asked: Body) -> str:
+def stream(answer: Turn, asked: Body) -> str:
     """Returns the message as Anthropic's events."""
     return "".join(event(each, each["type"]) for each in _events(answer_body(answer, asked)))
 

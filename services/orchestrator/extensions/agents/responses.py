@@ -21,8 +21,8 @@ from services.orchestrator.extensions.agents.dialect import (
     text,
     tool_choice,
 )
-from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import TurnRequest
+from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.environments.recording import Turn, TurnRequest
 from shared.errors import BadRequest
 from shared.wire import Message
 
@@ -60,7 +60,7 @@ def _earlier(body: Body, session: Session) -> list[Message]:
     """Returns the messages up to an earlier answer. Its instructions are not carried over."""
     if (id := body.get("previous_response_id")) is None:
         return []
-    for turn in session.recording().turns:
+    for turn in session.recording.turns:
         if turn.id == id:
             messages = [*turn.asked.messages, turn.message]
             return messages[1:] if messages[0]["role"] == "system" else messages
@@ -114,7 +114,7 @@ def _call(item: Any) -> dict[str, Any]:
     return {"id": item.get("call_id"), "type": "function", "function": called}
 
 
-def answer_body(answer: Answer, asked: Body) -> dict[str, Any]:
+def answer_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the response."""
     is_cut = answer.rollout.finish_reason == "length"
     sampled, prompt = len(answer.rollout.token_ids), len(answer.prompt_token_ids)
@@ -143,7 +143,7 @@ def answer_body(answer: Answer, asked: Body) -> dict[str, Any]:
     }
 
 
-def _output(answer: Answer) -> list[dict[str, Any]]:
+def _output(answer: Turn) -> list[dict[str, Any]]:
     said, calls = answer.message.get("content") or "", calls_of(answer)
     status = "incomplete" if answer.rollout.finish_reason == "length" else "completed"
     found = list[dict[str, Any]]()
@@ -157,7 +157,7 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
     return found
 
 
-def stream(answer: Answer, asked: Body) -> str:
+def stream(answer: Turn, asked: Body) -> str:
     """Returns the response as OpenAI's events."""
     numbered = enumerate(_events(answer_body(answer, asked)))
     return "".join(

@@ -152,7 +152,7 @@ def _add_record(service: Service, sessions: Sessions) -> None:
 
 
 def _record(session: Session) -> SessionRecord:
-    has_answer = bool(session.recording().leaves())
+    has_answer = bool(session.recording.leaves())
     return SessionRecord(
         name=session.id,
         job_id=session.job_id,

@@ -38,7 +38,7 @@ from services.orchestrator.samplers.services import AnswerOptions, Services
 from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
 from shared.host.logs import get_logger
 from shared.job import Job
-from shared.wire import ChatRequest, Message, Rollout, RolloutGroup, Sampling
+from shared.wire import ChatRequest, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
 
 KEY = "sk-hone-"
@@ -52,27 +52,6 @@ MAX_BODY_BYTES = 16 << 20
 
 FULL = "context_length_exceeded"
 """The error code of a turn that does not fit the context."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A recorded answer. `created` is in Unix seconds."""
-
-    created: int
-    prompt_token_ids: TokenIds
-    turn: Turn
-
-    @property
-    def id(self) -> str:
-        return self.turn.id
-
-    @property
-    def message(self) -> Message:
-        return self.turn.message
-
-    @property
-    def rollout(self) -> Rollout:
-        return self.turn.rollout
 
 
 @dataclass(frozen=True)
@@ -90,7 +69,7 @@ class _Call:
     clients wait for it now."""
 
     name: str
-    work: asyncio.Task[Answer]
+    work: asyncio.Task[Turn]
     num_waiting: int = 0
     taken: bool = False
 
@@ -117,20 +96,13 @@ class Session:
         self._sampling = sampling
         self._closed = closed
         self._is_closed = False
-        self._recording = Recording()
+        self.recording = Recording()
         self._calls: list[_Call] = []
         self._keys: dict[str, _Call] = {}
         self._num_begun = 0
         self._full = ""
         self._lost: HoneError | None = None
         self._agent = _Stopwatch()
-
-    async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
-        """Returns the answer to the messages, once it is recorded. A client that sends the same
-        request `again`, or under the same `key`, gets the same answer. So does a client that sends
-        it after the first caller disconnected without receiving the answer. Raises BadRequest with
-        code FULL if no tokens are left for an answer, and Gone if the session is closed."""
-        return await self.turn(*self.asked(request), key=key, again=again)
 
     @staticmethod
     def asked(request: ChatRequest) -> tuple[TurnRequest, Limits]:
@@ -155,9 +127,18 @@ class Session:
         return asked, Limits(request.max_tokens, stop, request.stop_token_ids or ())
 
     async def turn(
-        self, asked: TurnRequest, limits: Limits, *, key: str | None, again: bool
-    ) -> Answer:
-        """Returns the answer to messages, a text or token ids, as `answer` does."""
+        self,
+        asked: TurnRequest,
+        limits: Limits,
+        *,
+        key: str | None = None,
+        again: bool = False,
+    ) -> Turn:
+        """Returns the answer to messages, a text or token ids, once it is recorded. A client that
+        sends the same request `again`, or under the same `key`, gets the same answer. So does a
+        client that sends it after the first caller disconnected without receiving the answer.
+        Raises BadRequest with code FULL if no tokens are left for an answer, and Gone if the
+        session is closed."""
         if self._is_closed:
             raise closed_error(self.id)
         call = self._same(asked.name, key, again) or self._begin(asked, limits, key)
@@ -171,12 +152,8 @@ class Session:
         finally:
             call.num_waiting -= 1
         call.taken = True
-        self._recording.taken.add(answer.turn)
+        self.recording.taken.add(answer)
         return answer
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     @property
     def is_full(self) -> bool:
@@ -185,20 +162,16 @@ class Session:
 
     @property
     def num_turns(self) -> int:
-        return len(self._recording.turns)
+        return len(self.recording.turns)
 
     @property
     def num_under_way(self) -> int:
         return sum(not call.work.done() for call in self._calls)
 
-    def recording(self) -> Recording:
-        """Returns the turns so far."""
-        return self._recording
-
     def answers(self) -> dict[str, int]:
         """Returns the ids of the rollout's answers, row by row, its own row last, each with its
         time: a number that grows from answer to answer."""
-        rows = self._recording.rows()
+        rows = self.recording.rows()
         return {turn.id: turn.ended for _, _, own in rows for turn in own}
 
     def rollout(self) -> RolloutGroup:
@@ -207,15 +180,15 @@ class Session:
         which the last turn ended, for which the agent is not to blame."""
         if self._lost:
             raise self._lost
-        if not self._recording.leaves():
+        if not self.recording.leaves():
             return failed_group("the agent received no answer of the model")
         return self.recorded()
 
     def recorded(self) -> RolloutGroup:
         """Returns the rollout so far, up to the answers that a client has received."""
-        group = self._recording.group("length" if self._full else None)
+        group = self.recording.group("length" if self._full else None)
         last = group.rollouts[0].finish_reason
-        turns = [turn for _, _, own in self._recording.rows() for turn in own]
+        turns = [turn for _, _, own in self.recording.rows() for turn in own]
         info: dict[str, Any] = {
             "ended": self._full or ("stop" if last == "stop" else "max_tokens"),
             "turns": len(turns),
@@ -270,12 +243,12 @@ class Session:
             if key:
                 self._keys.pop(key, None)
 
-    async def _next(self, asked: TurnRequest, limits: Limits, number: int) -> Answer:
-        began = self._recording.tick()
+    async def _next(self, asked: TurnRequest, limits: Limits, number: int) -> Turn:
+        began = self.recording.tick()
         self._agent.stop()
         try:
-            parent = self._recording.before(asked)
-            because = self._recording.why(asked, parent)
+            parent = self.recording.before(asked)
+            because = self.recording.why(asked, parent)
             if parent and asked.messages:  # as recorded, whatever form the client sends
                 known = (*parent.asked.messages, parent.message)
                 asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
@@ -290,13 +263,13 @@ class Session:
         finally:
             self._agent.start()
         self._check(group)
-        turn = self._recording.add(
+        turn = self.recording.add(
             f"{self.id}-{number}", asked, parent, group, began=began, because=because
         )
         self._full, self._lost = "", None
         if turn.because:
             get_logger().info("session forked", session=self.id, because=turn.because)
-        return Answer(int(time.time()), group.prompt_token_ids, turn)
+        return turn
 
     def _limited(self, limits: Limits, parent: Turn | None, number: int) -> Sampling:
         """Returns the turn's sampling options: the job's, with the agent's limits. Raises

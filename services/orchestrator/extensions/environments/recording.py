@@ -1,6 +1,6 @@
-"""Records a conversation as tokens: a tree of turns, and the rows that are made of it. Pure. The
-tokens are the sampler's, and are never made again from text. Conversations with an environment and
-agents' sessions are both recorded here.
+"""Records a conversation as tokens: a tree of turns, and the rows that are made of it. The tokens
+are the sampler's, and are never made again from text. Conversations with an environment and agents'
+sessions are both recorded here.
 
 A session's request whose messages begin with an earlier turn's messages and answer continues from
 that turn; so does one whose token ids begin with that turn's. Any other request is a new root; so
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class TurnRequest:
 class Turn:
     """A turn: an answer, and the tokens `given` before it since the end of `parent`'s answer, which
     for a root are the whole prompt. `because` says why the turn does not continue from the turn
-    before. `began` and `ended` number the events of the session in order."""
+    before. `began` and `ended` number the events of the session in order. `created` is in Unix
+    seconds."""
 
     id: str
     asked: TurnRequest
@@ -67,6 +69,7 @@ class Turn:
     because: str
     began: int
     ended: int
+    created: int
 
     @property
     def num_messages(self) -> int:
@@ -82,6 +85,11 @@ class Turn:
             found.append(turn)
             turn = turn.parent
         return found[::-1]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """All tokens before the turn's answer."""
+        return [*(self.parent.token_ids if self.parent else ()), *self.given]
 
     @property
     def token_ids(self) -> list[int]:
@@ -156,6 +164,7 @@ class Recording:
             because=because,
             began=began,
             ended=self.tick(),
+            created=int(time.time()),
         )
         self.turns.append(turn)
         self._replica = group.replica or self._replica
