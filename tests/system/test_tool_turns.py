@@ -195,7 +195,7 @@ async def test_a_session_is_a_row_as_transformers_renders_it_with_its_log_probs(
     messages: list[Message] = [*ASKED]
     for _ in range(4):
         request = ChatRequest(messages=tuple(messages), tools=(TOOL,), max_tokens=24)
-        answer = await session.turn(*Session.asked(request))
+        answer = await session.turn(Session.asked(request))
         messages.append(answer.message)
         found = answer.message.get("tool_calls") or ()
         messages += [
@@ -324,7 +324,7 @@ async def test_a_session_with_schemas_and_forced_calls_is_recorded_with_their_ma
     for limit in limits:
         given = {"tools": (TOOL,), "tool_choice": "none", **limit}
         request = ChatRequest(messages=tuple(messages), max_tokens=60, **given)
-        answer = await session.turn(*Session.asked(request))
+        answer = await session.turn(Session.asked(request))
         answers.append(answer)
         messages.append(answer.message)
         found = answer.message.get("tool_calls") or ()

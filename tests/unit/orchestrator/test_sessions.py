@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.agents.sessions import Session
 from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest, Conflict, Gone, Unavailable
 from shared.job import EnvironmentSpec
@@ -25,7 +25,7 @@ TOOLS = ({"type": "function", "function": {"name": "guess", "parameters": {"prop
 ASKED: Message = {"role": "user", "content": "Find it."}
 
 
-def asked(*messages: Message, **more: Any) -> tuple[TurnRequest, Limits]:
+def asked(*messages: Message, **more: Any) -> TurnRequest:
     return Session.asked(ChatRequest(messages=messages, **more))
 
 
@@ -36,12 +36,12 @@ class Agent:
         self.session, self.tools = session, tools
         self.messages: list[Message] = [*(messages or (ASKED,))]
 
-    def request(self, **more: Any) -> tuple[TurnRequest, Limits]:
+    def request(self, **more: Any) -> TurnRequest:
         return asked(*self.messages, tools=self.tools, **more)
 
     async def say(self, *said: Message, key: str | None = None, again: bool = False) -> Message:
         self.messages += said
-        answer = await self.session.turn(*self.request(), key=key, again=again)
+        answer = await self.session.turn(self.request(), key=key, again=again)
         self.messages.append(answer.message)
         return answer.message
 
@@ -130,23 +130,23 @@ async def test_a_retry_gets_the_same_answer_and_leaves_no_turn() -> None:
     await agent.say()
     agent.messages.append(user("Again."))
     sampler.may_answer.clear()
-    first = asyncio.create_task(agent.session.turn(*agent.request()))
+    first = asyncio.create_task(agent.session.turn(agent.request()))
     await asyncio.sleep(0.01)
     first.cancel()  # the client has waited long enough
     await asyncio.sleep(0.01)
-    second = asyncio.create_task(agent.session.turn(*agent.request()))
+    second = asyncio.create_task(agent.session.turn(agent.request()))
     await asyncio.sleep(0.01)
     sampler.may_answer.set()
     answer = await second
     assert answer.message["content"] == "lower"
-    same = await agent.session.turn(*agent.request(), again=True)
+    same = await agent.session.turn(agent.request(), again=True)
     assert same is answer and len(sampler.asked) == 2
     agent.messages.append(answer.message)
     await agent.say(user("And now?"), key="a")
-    by_key = await agent.session.turn(*asked(*agent.messages[:-1]), key="a")
+    by_key = await agent.session.turn(asked(*agent.messages[:-1]), key="a")
     assert by_key.message == agent.messages[-1]
     with pytest.raises(Conflict, match="'a' was used before with another body"):
-        await agent.session.turn(*agent.request(), key="a")
+        await agent.session.turn(agent.request(), key="a")
     assert row(agent.session.rollout()) == rendered(sampler, agent.messages)
 
 
@@ -154,7 +154,7 @@ async def test_an_answer_that_was_asked_for_again_is_left_out_unless_it_was_used
     sampler = RenderingSampler([Reply(text) for text in ("higher", "lower", "correct", "7", "8")])
     agent = Agent(open_session(sampler))
     used = await agent.say()
-    other = await agent.session.turn(*asked(ASKED))
+    other = await agent.session.turn(asked(ASKED))
     assert other.message["content"] == "lower"
     orphan = agent.session.rollout().rollouts[0]
     assert (orphan.text, orphan.branches) == ("lower", ())  # no one continued from "higher" yet
@@ -232,10 +232,10 @@ async def test_turns_by_token_ids_continue_from_the_tokens() -> None:
     sampler = RenderingSampler([Reply("higher", spelled=True), Reply("lower"), Reply("correct")])
     session = open_session(sampler)
     ids = sampler.tokenize("<|im_start|>user\nFind it.<|im_end|>\n<|im_start|>assistant\n")
-    first = await session.turn(TurnRequest("1", token_ids=tuple(ids)), Limits(max_tokens=50))
+    first = await session.turn(TurnRequest("1", token_ids=tuple(ids), max_tokens=50))
     between = sampler.tokenize("\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
     more = [*ids, *first.rollout.token_ids, *between]
-    second = await session.turn(TurnRequest("2", token_ids=tuple(more)), Limits())
+    second = await session.turn(TurnRequest("2", token_ids=tuple(more)))
     assert list(second.prompt_token_ids) == more
     group = session.rollout()
     (rollout,) = group.rollouts
@@ -245,7 +245,7 @@ async def test_turns_by_token_ids_continue_from_the_tokens() -> None:
     assert [message["content"] for message in rollout.messages] == ["higher", "lower"]
     assert sampler.asked[0].sampling.max_tokens == 50
     assert sampler.asked[1].sampling.max_tokens == 120 - length
-    await session.turn(TurnRequest("3", token_ids=(1, 2, 3)), Limits())
+    await session.turn(TurnRequest("3", token_ids=(1, 2, 3)))
     (rollout,) = session.rollout().rollouts
     assert rollout.branches[0].because == "its tokens do not begin with the recorded ones"
 
@@ -309,7 +309,7 @@ async def test_a_stop_in_the_middle_of_a_call_continues_with_the_templates_end()
     half = call(12)[:40]
     sampler = RenderingSampler([Reply(half, cut=True, finish_reason="stop"), Reply("correct")])
     agent = Agent(open_session(sampler), tools=TOOLS)
-    answer = await agent.session.turn(*agent.request(stop="}}"))
+    answer = await agent.session.turn(agent.request(stop="}}"))
     agent.messages.append(answer.message)
     await agent.say(user("Continue."))
     ids, mask = row(agent.session.rollout())

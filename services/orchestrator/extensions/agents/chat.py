@@ -4,6 +4,7 @@ continues from the recorded turn whose tokens its prompt begins with."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from services.orchestrator.extensions.agents.dialect import (
@@ -23,7 +24,7 @@ from services.orchestrator.extensions.agents.dialect import (
     tool_choice,
     usage_of,
 )
-from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.agents.sessions import Session
 from services.orchestrator.extensions.environments.recording import Turn, TurnRequest, digest
 from shared.errors import BadRequest
 
@@ -39,7 +40,7 @@ CHOICES = {name: name for name in ("auto", "none", "required")}
 OF_COMPLETIONS = {"prompt", "max_tokens", "stop", "stop_token_ids"}
 
 
-def read_chat(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
+def read_chat(body: Body, _: Session) -> TurnRequest:
     check_fields(body, OF_CHAT)
     args = dict(table(body, "chat_template_kwargs"))
     if (effort := body.get("reasoning_effort")) is not None:
@@ -132,12 +133,12 @@ def _chunks(whole: dict[str, Any], kind: str, choices: list[dict[str, Any]], ask
     return "".join(map(event, (*chunks, "[DONE]")))
 
 
-def read_completion(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
+def read_completion(body: Body, _: Session) -> TurnRequest:
     check_fields(body, OF_COMPLETIONS)
     return given_turn(body.get("prompt"), "prompt", body)
 
 
-def given_turn(prompt: Any, name: str, limits: Body) -> tuple[TurnRequest, Limits]:
+def given_turn(prompt: Any, name: str, limits: Body) -> TurnRequest:
     """Returns the turn of a text or of token ids, unchanged."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -145,15 +146,14 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[TurnRequest, Limit
     ids = tuple(listed) if all(_is_token_id(id) for id in listed) else ()
     if not prompt or not (isinstance(prompt, str) or ids):
         raise BadRequest(f"{name!r} is {prompt!r:.80}; expected one text, or the token ids of one")
-    _, bounds = chat_turn(  # checks the limits
+    limited = chat_turn(  # checks the limits
         messages=[{"role": "user"}],
         max_tokens=limits.get("max_tokens"),
         stop=stops(limits),
         stop_token_ids=limits.get("stop_token_ids"),
     )
-    same = digest(f"{prompt}{bounds}")
-    asked = TurnRequest(same, token_ids=ids) if ids else TurnRequest(same, text=str(prompt))
-    return asked, bounds
+    given = {"token_ids": ids} if ids else {"text": prompt}
+    return replace(limited, name=digest(f"{prompt}{limited.name}"), messages=(), **given)
 
 
 def _is_token_id(value: Any) -> bool:
@@ -194,7 +194,7 @@ OF_TOKENS = {"token_ids", "sampling_params"}
 OF_SAMPLING = {"max_tokens", "stop", "stop_token_ids", "detokenize", "include_stop_str_in_output"}
 
 
-def read_tokens(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
+def read_tokens(body: Body, _: Session) -> TurnRequest:
     check_fields(body, OF_TOKENS)
     params = table(body, "sampling_params")
     check_fields(params, OF_SAMPLING)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.agents.sessions import Session
 from services.orchestrator.extensions.environments.recording import Turn, TurnRequest
 from shared.errors import BadRequest
 from shared.explain import closest, sentences
@@ -67,7 +67,7 @@ class Dialect:
     answer, in full or as server-sent events."""
 
     path: str
-    read: Callable[[Body, Session], tuple[TurnRequest, Limits]]
+    read: Callable[[Body, Session], TurnRequest]
     body: Callable[[Turn, Body], dict[str, Any]]
     stream: Callable[[Turn, Body], str]
 
@@ -91,7 +91,7 @@ def check_fields(body: Body, known: Iterable[str]) -> None:
         )
 
 
-def chat_turn(**fields: Any) -> tuple[TurnRequest, Limits]:
+def chat_turn(**fields: Any) -> TurnRequest:
     """Returns the turn of a conversation. Raises BadRequest for content that is not text."""
     try:
         given = {name: value for name, value in fields.items() if value not in EMPTY}

@@ -21,7 +21,7 @@ from services.orchestrator.extensions.agents.dialect import (
     text,
     tool_choice,
 )
-from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.agents.sessions import Session
 from services.orchestrator.extensions.environments.recording import Turn, TurnRequest
 from shared.errors import BadRequest
 from shared.wire import Message
@@ -39,7 +39,7 @@ UNREAD = "arguments_as_text"
 """The key that holds the arguments of a call if they are not a JSON object."""
 
 
-def read(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
+def read(body: Body, _: Session) -> TurnRequest:
     check_fields(body, KNOWN)
     choice = table(body, "tool_choice")
     is_one = bool(choice.get("disable_parallel_tool_use") and body.get("tools"))

@@ -21,7 +21,7 @@ from services.orchestrator.extensions.agents.dialect import (
     text,
     tool_choice,
 )
-from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.agents.sessions import Session
 from services.orchestrator.extensions.environments.recording import Turn, TurnRequest
 from shared.errors import BadRequest
 from shared.wire import Message
@@ -33,7 +33,7 @@ KNOWN = {
 }
 
 
-def read(body: Body, session: Session) -> tuple[TurnRequest, Limits]:
+def read(body: Body, session: Session) -> TurnRequest:
     check_fields(body, KNOWN)
     given = body.get("input")
     is_text = isinstance(given, str)

@@ -19,7 +19,6 @@ from services.orchestrator.extensions.agents.responses import RESPONSES
 from services.orchestrator.extensions.agents.sessions import (
     KEY,
     MAX_BODY_BYTES,
-    Limits,
     Session,
     Sessions,
 )
@@ -93,10 +92,9 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
     data = await body_of(request, MAX_BODY_BYTES)
     if media_type(request, data) != codec.JSON:
         raise BadRequest(f"POST {dialect.path}: expected JSON")
-    body, (asked, limits) = await parse_body(len(data), _read, data, dialect, session)
+    body, asked = await parse_body(len(data), _read, data, dialect, session)
     turn = session.turn(
         asked,
-        limits,
         key=request.headers.get("idempotency-key"),
         again=request.headers.get(RETRY, "0") != "0",
     )
@@ -106,9 +104,7 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
     return JSONResponse(dialect.body(answer, body))
 
 
-def _read(
-    data: bytes, dialect: Dialect, session: Session
-) -> tuple[dict[str, Any], tuple[TurnRequest, Limits]]:
+def _read(data: bytes, dialect: Dialect, session: Session) -> tuple[dict[str, Any], TurnRequest]:
     document = _document(data)
     return document, dialect.read(document, session)
 

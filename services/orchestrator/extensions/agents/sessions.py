@@ -54,15 +54,6 @@ FULL = "context_length_exceeded"
 """The error code of a turn that does not fit the context."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The sampling options that an agent may set for its answer. The job sets all others."""
-
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-
-
 @dataclass(eq=False)
 class _Call:
     """A request under way or answered. `taken`: a client has received the answer. `num_waiting`
@@ -105,14 +96,14 @@ class Session:
         self._agent = _Stopwatch()
 
     @staticmethod
-    def asked(request: ChatRequest) -> tuple[TurnRequest, Limits]:
+    def asked(request: ChatRequest) -> TurnRequest:
         """Returns the turn that is requested. Raises BadRequest for values that are not JSON."""
         messages = tuple(map(read_fields, request.messages))
         try:
             name = request.model_copy(update={"messages": messages}).model_dump_json()
         except PydanticSerializationError as error:  # nested too deeply
             raise BadRequest(f"the request cannot be recorded: {error}") from error
-        asked = TurnRequest(
+        return TurnRequest(
             name=digest(name),
             messages=messages,
             options=AnswerOptions(
@@ -122,17 +113,13 @@ class Session:
                 json_schema=request.json_schema,
                 template_args=request.chat_template_kwargs or {},
             ),
+            max_tokens=request.max_tokens,
+            stop=(request.stop,) if isinstance(request.stop, str) else request.stop or (),
+            stop_token_ids=request.stop_token_ids or (),
         )
-        stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
-        return asked, Limits(request.max_tokens, stop, request.stop_token_ids or ())
 
     async def turn(
-        self,
-        asked: TurnRequest,
-        limits: Limits,
-        *,
-        key: str | None = None,
-        again: bool = False,
+        self, asked: TurnRequest, *, key: str | None = None, again: bool = False
     ) -> Turn:
         """Returns the answer to messages, a text or token ids, once it is recorded. A client that
         sends the same request `again`, or under the same `key`, gets the same answer. So does a
@@ -141,7 +128,7 @@ class Session:
         session is closed."""
         if self._is_closed:
             raise closed_error(self.id)
-        call = self._same(asked.name, key, again) or self._begin(asked, limits, key)
+        call = self._same(asked.name, key, again) or self._begin(asked, key)
         call.num_waiting += 1
         try:
             answer = await asyncio.shield(call.work)
@@ -226,9 +213,9 @@ class Session:
                 return call
         return None
 
-    def _begin(self, asked: TurnRequest, limits: Limits, key: str | None) -> _Call:
+    def _begin(self, asked: TurnRequest, key: str | None) -> _Call:
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        work = asyncio.create_task(self._next(asked, limits, number))
+        work = asyncio.create_task(self._next(asked, number))
         call = _Call(asked.name, work)
         work.add_done_callback(lambda _: self._forget_failed(call, key))
         self._calls.append(call)
@@ -243,7 +230,7 @@ class Session:
             if key:
                 self._keys.pop(key, None)
 
-    async def _next(self, asked: TurnRequest, limits: Limits, number: int) -> Turn:
+    async def _next(self, asked: TurnRequest, number: int) -> Turn:
         began = self.recording.tick()
         self._agent.stop()
         try:
@@ -252,9 +239,8 @@ class Session:
             if parent and asked.messages:  # as recorded, whatever form the client sends
                 known = (*parent.asked.messages, parent.message)
                 asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
-            group = await self._sampled(
-                asked, parent, self._limited(limits, parent, number), number
-            )
+            sampling = self._limited(asked, parent, number)
+            group = await self._sampled(asked, parent, sampling, number)
         except (BadRequest, asyncio.CancelledError):
             raise
         except HoneError as error:
@@ -271,8 +257,8 @@ class Session:
             get_logger().info("session forked", session=self.id, because=turn.because)
         return turn
 
-    def _limited(self, limits: Limits, parent: Turn | None, number: int) -> Sampling:
-        """Returns the turn's sampling options: the job's, with the agent's limits. Raises
+    def _limited(self, asked: TurnRequest, parent: Turn | None, number: int) -> Sampling:
+        """Returns the turn's sampling options: the job's, with the agent's asked. Raises
         BadRequest if no tokens are left for an answer."""
         own, spec = self._sampling, self._job.environment
         num_others = self.num_turns + self._agent.num_turns - 1
@@ -283,13 +269,13 @@ class Session:
             raise self._refused(
                 "max_tokens", f"the conversation has all of its {own.max_tokens} tokens"
             )
-        most = (room, limits.max_tokens, spec.max_answer_tokens if spec else None)
+        most = (room, asked.max_tokens, spec.max_answer_tokens if spec else None)
         return own.model_copy(
             update={
                 "n": 1,
                 "max_tokens": min(limit for limit in most if limit is not None),
-                "stop": (*own.stop, *(text for text in limits.stop if text not in own.stop)),
-                "stop_token_ids": (*own.stop_token_ids, *limits.stop_token_ids),
+                "stop": (*own.stop, *(text for text in asked.stop if text not in own.stop)),
+                "stop_token_ids": (*own.stop_token_ids, *asked.stop_token_ids),
                 "seed": None if own.seed is None else own.seed + number * SEEDS_PER_TURN,
             }
         )

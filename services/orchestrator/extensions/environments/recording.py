@@ -44,13 +44,16 @@ READ = (*COMPARED, "reasoning", "reasoning_content", "task")
 @dataclass(frozen=True)
 class TurnRequest:
     """The request of a turn: messages, a text, or token ids. `name` is a `digest`, equal for equal
-    requests."""
+    requests. The last three limit its answer; all other sampling options are the job's."""
 
     name: str
     messages: tuple[Message, ...] = ()
     options: AnswerOptions = field(default_factory=AnswerOptions)
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, frozen=True)

@@ -225,12 +225,8 @@ class OperationLog:
 
     def undelivered(self) -> list[str]:
         """Returns the ids of the orders whose samples are not delivered yet."""
-        names = {file.name.removesuffix(".msgpack") for file in self._folder.glob("sample-*")}
-        return [
-            name.removeprefix("sample-")
-            for name in sorted(names)
-            if not name.endswith(".outcome") and f"{name}.outcome" not in names
-        ]
+        samples = sorted(name for name in self.pending() if name.startswith("sample-"))
+        return [name.removeprefix("sample-") for name in samples]
 
     def open_session(self, id: str, session: SamplingSession) -> None:
         """Returns once the session is on disk; an existing one is kept. Raises Conflict,
@@ -317,7 +313,7 @@ class SavedFolder:
     def add(self, saved: SavedWeights) -> None:
         """Returns once the entry is on disk. Replaces the entry of that number."""
         disk.make_folder(self.run / SAVED_FOLDER)
-        disk.write_file(self._file(saved.number), codec.encode(saved, codec.MSGPACK))
+        disk.write_file(self._file(saved.number), _packed(saved))
 
     def all(self) -> list[SavedWeights]:
         """Returns the entries that have not expired, in the order of the operations."""
@@ -388,11 +384,7 @@ class SavedFolder:
     def _read(self, file: Path) -> SavedWeights | None:
         """Returns the entry; None if it does not exist or cannot be read."""
         try:
-            data = file.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            return codec.decode(SavedWeights, data, codec.MSGPACK)
+            return _read(file, SavedWeights)
         except BadRequest as error:
             get_logger().warning("entry is not valid", path=str(file), detail=error.detail)
             return None
