@@ -105,18 +105,13 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
 
 
 def _read(data: bytes, dialect: Dialect, session: Session) -> tuple[dict[str, Any], TurnRequest]:
-    document = _document(data)
-    return document, dialect.read(document, session)
-
-
-def _document(data: bytes) -> dict[str, Any]:
     try:
-        document = codec.read_json(data)
+        body = codec.read_json(data)
     except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error!s:.300}") from error
-    if not isinstance(document, dict):
-        raise BadRequest(f"the body is {document!r:.80}; expected an object")
-    return document
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is {body!r:.80}; expected an object")
+    return body, dialect.read(body, session)
 
 
 def add_routes(service: Service, sessions: Sessions) -> None:
@@ -124,36 +119,23 @@ def add_routes(service: Service, sessions: Sessions) -> None:
     also pass calls on to samplers."""
     for dialect in DIALECTS.values():
         _add_named(service, sessions, dialect)
-    _add_record(service, sessions)
-    service.gauge("sessions", "Sessions of agents that are open").set_function(
-        lambda: len(sessions)
-    )
 
-
-def _add_record(service: Service, sessions: Sessions) -> None:
+    @service.app.get(NAMED, responses=rendering.answers(SessionRecord))
     async def get_session(name: str, request: Request) -> Response:
         """The record of an open session."""
         session = sessions.find(name=name)
         if session is None:
             raise _no_session(name)
-        return await render(_record(session), request)
+        record = SessionRecord(
+            name=session.id,
+            job_id=session.job_id,
+            group=session.recorded() if session.recording.leaves() else None,
+            waits=session.num_under_way,
+        )
+        return await render(record, request)
 
-    service.app.add_api_route(
-        NAMED,
-        get_session,
-        methods=["GET"],
-        description=get_session.__doc__ or "",
-        responses=rendering.answers(SessionRecord),
-    )
-
-
-def _record(session: Session) -> SessionRecord:
-    has_answer = bool(session.recording.leaves())
-    return SessionRecord(
-        name=session.id,
-        job_id=session.job_id,
-        group=session.recorded() if has_answer else None,
-        waits=session.num_under_way,
+    service.gauge("sessions", "Sessions of agents that are open").set_function(
+        lambda: len(sessions)
     )
 
 
@@ -167,8 +149,15 @@ def _add_named(service: Service, sessions: Sessions, dialect: Dialect) -> None:
     add_post(service, NAMED + dialect.path, turn)
 
 
-def add_post(service: Service, path: str, handler: Any) -> None:
+def add_post(
+    service: Service, path: str, handler: Any, errors: rendering.Responses | None = None
+) -> None:
+    """Adds a route that is called in a dialect. `errors` are answers beside the usual ones."""
     service.body(CallRequest, "POST", path)
     service.app.add_api_route(
-        path, handler, methods=["POST"], response_model=CallAnswer, responses=ANSWERS
+        path,
+        handler,
+        methods=["POST"],
+        response_model=CallAnswer,
+        responses=ANSWERS | (errors or {}),
     )

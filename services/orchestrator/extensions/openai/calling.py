@@ -13,7 +13,12 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.orchestrator.extensions.agents.routes import DIALECTS, answer_turn, session_of
+from services.orchestrator.extensions.agents.routes import (
+    DIALECTS,
+    add_post,
+    answer_turn,
+    session_of,
+)
 from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.store import Store
@@ -25,7 +30,7 @@ from shared.http.connecting import client_options
 from shared.http.operations import unless_gone
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
+from shared.wire import ServedModel, ServedModelList
 
 CONNECT_S = 5.0
 MODELS_S = 10.0
@@ -45,9 +50,7 @@ PASSED_ON = ("content-type",)
 
 PASSED_BACK = ("content-type", "retry-after")
 
-_STREAM = rendering.without_model("", "text/event-stream", schema=rendering.TEXT)
-ANSWERS: rendering.Responses = {
-    200: {"content": _STREAM["content"]},
+ERRORS: rendering.Responses = {
     "default": rendering.without_model(
         "an error of the sampler's, in OpenAI's shape", codec.JSON, schema={}
     ),
@@ -81,10 +84,7 @@ def add_routes(service: Service, settings: Settings, store: Store, sessions: Ses
         return await calls.pass_on(request)
 
     for route in DIALECTS:
-        service.body(CallRequest, "POST", route)
-        app.add_api_route(
-            route, complete, methods=["POST"], response_model=CallAnswer, responses=ANSWERS
-        )
+        add_post(service, route, complete, ERRORS)
 
 
 class Calls:
