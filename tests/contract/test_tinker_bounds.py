@@ -15,9 +15,9 @@ from pydantic import SecretStr
 
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
-from services.orchestrator.extensions.tinker import models, quota
-from services.orchestrator.extensions.tinker.log import OperationLog
-from services.orchestrator.extensions.tinker.quota import PendingQuota
+from services.orchestrator.extensions.tinker import log as log_module
+from services.orchestrator.extensions.tinker import models
+from services.orchestrator.extensions.tinker.log import OperationLog, PendingQuota
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
@@ -68,7 +68,7 @@ async def model_of(store: Store, settings: Settings, name: str, base: str = "own
 async def test_operations_that_wait_have_a_quota_by_key(
     http: httpx.AsyncClient, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quota, "MAX_PENDING", 2)
+    monkeypatch.setattr(log_module, "MAX_PENDING", 2)
     alice, bob = bearer(settings, "alice"), bearer(settings, "bob")
     first = await model_of(store, settings, "alice")
     second = await model_of(store, settings, "alice")
@@ -89,7 +89,7 @@ async def test_operations_that_wait_have_a_quota_by_key(
     assert (await step(first, 2, alice)).status_code == 200, "it has come before"
     assert (await step(bobs, 1, bob)).status_code == 200
     OperationLog(settings.runs_dir / first).finish(1, OperationOutcome(step=1))
-    monkeypatch.setattr(quota, "RETRY_AFTER_S", 0)  # as if that time were over
+    monkeypatch.setattr(log_module, "RETRY_AFTER_S", 0)  # as if that time were over
     assert (await step(second, 1, alice)).status_code == 200
 
 
@@ -100,7 +100,7 @@ def test_bytes_that_wait_are_counted_also_of_an_earlier_process(
     log.accept(1, ProgramOperation(kind="optim_step", digest="d" * 1000))
     on_disk = (tmp_path / "operations" / "00000001.msgpack").stat().st_size
     assert on_disk > 1000
-    monkeypatch.setattr(quota, "MAX_PENDING_BYTES", on_disk)
+    monkeypatch.setattr(log_module, "MAX_PENDING_BYTES", on_disk)
     full = PendingQuota()
     with pytest.raises(Busy, match=f"1 operations .* take {on_disk} bytes"):
         full.check("alice", log, "00000002")
@@ -108,7 +108,7 @@ def test_bytes_that_wait_are_counted_also_of_an_earlier_process(
     log.finish(1, OperationOutcome(step=1))
     with pytest.raises(Busy):  # thousands of files are not looked at for each request
         full.check("alice", log, "00000002")
-    monkeypatch.setattr(quota, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(log_module, "RETRY_AFTER_S", 0)
     full.check("alice", log, "00000002")
 
 

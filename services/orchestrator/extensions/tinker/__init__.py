@@ -8,7 +8,6 @@ whose operations come over HTTP in place of a recipe.
 | `models.py` | models, their operations and futures, sessions of samples |
 | `requests.py` | Tinker's requests as operations, and its models as jobs |
 | `messages.py` | Tinker's protobuf messages; results as messages |
-| `quota.py` | limits on pending operations, by API key |
-| `log.py` | operations and saved weights, in the run folder; their names |
+| `log.py` | operations, in the run folder, and limits on pending ones; saved weights; names |
 | `driving.py` | the run: operations in order, repeated after a trainer's death; samples |
 """

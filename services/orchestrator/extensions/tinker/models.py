@@ -23,13 +23,13 @@ from services.orchestrator.extensions.tinker.log import (
     SAMPLE,
     SESSION,
     OperationLog,
+    PendingQuota,
     SavedFolder,
     future_of,
     future_of_samples,
     read_name,
     read_path,
 )
-from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import adapter_of, id_of
 from services.orchestrator.jobs.preflight import Submissions
 from services.orchestrator.store.lists import JobFilter

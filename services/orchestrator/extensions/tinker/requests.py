@@ -570,12 +570,6 @@ def creation_key(body: Mapping[str, Any], number: str) -> str:
     return f"{session}:{place}"
 
 
-def model_id_of(body: Mapping[str, Any]) -> str:
-    """Returns the id that the SDK generates for the model that it creates."""
-    session, _, number = creation_key(body, "model_seq_id").rpartition(":")
-    return f"{session}{TRAIN}{number}"
-
-
 def program_of(metadata: Mapping[str, str]) -> str:
     """Returns the SDK's session that created the model with this metadata; "" without one."""
     return metadata.get(MODEL, "").rpartition(TRAIN)[0]
@@ -590,4 +584,5 @@ def metadata(body: Mapping[str, Any]) -> dict[str, str]:
     """Returns the metadata of a model's job: the program's own, and the SDK's id."""
     given = field(body, "user_metadata", dict) or {}
     own = {str(name)[:64]: str(value)[:512] for name, value in [*given.items()][:15]}
-    return own | {MODEL: model_id_of(body)}
+    session, _, number = creation_key(body, "model_seq_id").rpartition(":")
+    return own | {MODEL: f"{session}{TRAIN}{number}"}

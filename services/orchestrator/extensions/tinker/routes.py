@@ -29,6 +29,7 @@ from services.orchestrator.extensions.tinker.log import (
     PARTS,
     ROOT,
     OperationLog,
+    PendingQuota,
     SavedFolder,
     path_to,
 )
@@ -41,7 +42,6 @@ from services.orchestrator.extensions.tinker.models import (
     Scope,
     models_of,
 )
-from services.orchestrator.extensions.tinker.quota import PendingQuota
 from services.orchestrator.extensions.tinker.requests import MODEL, adapter_of, read_ttl
 from services.orchestrator.extensions.tinker.sessions import (
     CHECKPOINT,
@@ -133,19 +133,11 @@ def _add_management(
     sessions: SamplingSessions,
     management: Management,
 ) -> None:
-    async def training_runs(
-        limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
-    ) -> dict[str, Any]:
-        return await management.training_runs(limit, offset, access_scope)
-
     async def training_run(id: str, access_scope: Scope = "accessible") -> dict[str, Any]:
         return await management.training_run(await models.get(id, access_scope))
 
     async def checkpoints(id: str) -> dict[str, Any]:
         return await management.checkpoints(await models.get(id))
-
-    async def all_checkpoints(limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-        return await management.all_checkpoints(limit, offset)
 
     async def delete(id: str, checkpoint: str) -> Response:
         await management.delete(await models.get(id), checkpoint)
@@ -158,10 +150,10 @@ def _add_management(
 
     add_route(service, "GET", "get_server_capabilities", models.capabilities)
     add_route(service, "GET", "samplers/{id}", sessions.get)
-    add_route(service, "GET", "training_runs", training_runs)
+    add_route(service, "GET", "training_runs", management.training_runs)
     add_route(service, "GET", "training_runs/{id}", training_run)
     add_route(service, "GET", "training_runs/{id}/checkpoints", checkpoints)
-    add_route(service, "GET", "checkpoints", all_checkpoints)
+    add_route(service, "GET", "checkpoints", management.all_checkpoints)
     add_route(service, "PUT", f"{CHECKPOINT}/ttl", expire)
     add_route(service, "DELETE", CHECKPOINT, delete)
 
@@ -170,15 +162,10 @@ def _add_downloads(service: Service, models: Models, downloads: Downloads) -> No
     async def urls(id: str, checkpoint: str, request: Request) -> dict[str, Any]:
         return await downloads.urls(await models.get(id), checkpoint, str(request.base_url))
 
-    async def file(sign: str, expires: int, job: str, number: int, name: str) -> Response:
-        path = await downloads.file(sign, expires, job, number, name)
-        return DownloadedFile(path, path.name)
-
     add_route(service, "GET", f"{CHECKPOINT}/external_weights_urls", urls)
     files = FILES.removeprefix(f"{ROOT}/")
-    add_route(
-        service, "GET", f"{files}/{{sign}}/{{expires}}/{{job}}/{{number}}/{{name:path}}", file
-    )
+    path = f"{files}/{{signature}}/{{expires}}/{{job}}/{{number}}/{{name:path}}"
+    add_route(service, "GET", path, downloads.file)
 
 
 MAX_CALL_BYTES = 64 << 20
@@ -266,8 +253,10 @@ class Management:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def training_runs(self, limit: int, offset: int, scope: Scope) -> dict[str, Any]:
-        found = [one async for one in models_of(self._store, scope)]
+    async def training_runs(
+        self, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
+    ) -> dict[str, Any]:
+        found = [one async for one in models_of(self._store, access_scope)]
         records = [await self._store.get(one.id) for one in found[offset : offset + limit]]
         runs = [await self.training_run(record) for record in records]
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
@@ -297,7 +286,7 @@ class Management:
         saved = await asyncio.to_thread(SavedFolder(Path(record.run_dir)).all)
         return {"checkpoints": [_checkpoint(record.id, one) for one in saved if one.name]}
 
-    async def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]:
+    async def all_checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
         """Returns the saved weights of all models, newest first."""
         found: list[dict[str, Any]] = []
         async for one in models_of(self._store):
@@ -413,7 +402,9 @@ class Downloads:
             urls[file.name] = f"{base_url.rstrip('/')}{FILES}/{rest}"
         return {"urls": urls, "expires": iso(expires)}
 
-    async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
+    async def file(
+        self, signature: str, expires: int, job: str, number: int, name: str
+    ) -> Response:
         """Returns the file of a URL from `urls`. Raises Unauthorized for any other URL."""
         secret = await write_despite_cancel(kept_secret, self._secret_file)
         wanted = _signed(secret, job, number, name, expires)
@@ -423,7 +414,8 @@ class Downloads:
         found = {one.number: one for one in await asyncio.to_thread(SavedFolder(run_dir).all)}
         if number not in found:
             raise NotFound(f"the export {number} of the model {job!r} no longer exists")
-        return await asyncio.to_thread(path_of, Path(found[number].path), name)
+        path = await asyncio.to_thread(path_of, Path(found[number].path), name)
+        return DownloadedFile(path, path.name)
 
 
 def _signed(secret: bytes, job: str, number: int, name: str, expires: int) -> str:
