@@ -228,7 +228,7 @@ async def test_futures_of_one_key_are_looked_for_no_less_often_for_those_of_anot
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@pytest.mark.parametrize("number", ["1" + "0" * 250, "100000000", "-1", "1.5", "true"])
+@pytest.mark.parametrize("number", ["1" + "0" * 250, "100000000", "0", "1.5", "true"])
 async def test_a_number_that_no_operation_can_have_is_refused(
     http: httpx.AsyncClient, store: Store, settings: Settings, number: str
 ) -> None:

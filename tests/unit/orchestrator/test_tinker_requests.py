@@ -65,17 +65,39 @@ def test_one_target_for_each_token_may_have_an_axis_of_its_own() -> None:
     assert message.loss_fn_outputs[0].fields["logprobs"].trailing_shape == [1]
 
 
+RATIOS = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
+MASKED_OUT = RATIOS | {"sequence_ratio_mask": [0, 0]}
+CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("loss", "datum", "config", "message"),
     [
-        ({"logprobs": [-1, np.inf]}, "datum 0, 'logprobs' has a value that is not finite"),
-        ({"advantages": [np.nan, 0]}, "datum 0, 'advantages' has a value that is not finite"),
+        ("ppo", RATIOS | {"logprobs": [-1, np.inf]}, {}, "'logprobs' has a value that is not fin"),
+        ("ppo", RATIOS | {"advantages": [np.nan, 0]}, {}, "'advantages' has a value that is not"),
+        ("sft", RATIOS, {}, "loss_fn is 'sft'; expected one of cross_entropy, importance_sampling"),
+        ("gspo", RATIOS, {}, "loss_fn_config has no key; expected clip_low_threshold and clip_hi"),
+        ("gspo", MASKED_OUT, CLIPS, "datum 0, 'sequence_ratio_mask' marks no token; expected at"),
+        (
+            "cross_entropy",
+            {"target_tokens": [6, 7], "weights": [1]},
+            {},
+            "datum 0, 'weights' has the shape (1,), expected (2,)",
+        ),
     ],
 )
-def test_a_value_that_is_not_finite_is_named(changes: dict[str, Any], message: str) -> None:
-    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
+def test_a_call_that_cannot_be_trained_on_is_refused(
+    loss: str, datum: dict[str, Any], config: dict[str, float], message: str
+) -> None:
     with pytest.raises(BadRequest, match=re.escape(message)):
-        read(call("ppo", datum | changes))
+        read(call(loss, datum, **config))
+
+
+def test_a_forward_pass_of_another_loss_is_refused() -> None:
+    message = requests.read_message(call("ppo", RATIOS))
+    message.forward_only = True
+    with pytest.raises(BadRequest, match="expected 'cross_entropy'"):
+        requests.read_forward_backward(message, "digest")
 
 
 def no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +156,11 @@ def test_a_shape_that_no_array_can_have_is_refused(shape: list[int]) -> None:
 
 
 def test_bounds_are_compared_with_the_default_of_the_other_one() -> None:
-    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
     with pytest.raises(BadRequest, match="expected numbers of 0 or more, and a clip_low_threshold"):
-        read(call("ppo", datum, clip_low_threshold=1.5))
+        read(call("ppo", RATIOS, clip_low_threshold=1.5))
     with pytest.raises(BadRequest, match="with loss_fn 'dro'; expected a beta of 0 or more"):
-        read(call("dro", datum, beta=-1.0))
-    loss = read(call("cispo", datum, clip_low_threshold=1.5)).loss
+        read(call("dro", RATIOS, beta=-1.0))
+    loss = read(call("cispo", RATIOS, clip_low_threshold=1.5)).loss
     assert loss is not None and loss.bounds == (1.5, 4.0)
 
 
@@ -155,18 +176,16 @@ def test_bounds_are_compared_with_the_default_of_the_other_one() -> None:
 def test_a_value_of_the_losss_configuration_that_is_no_number_is_refused(
     entry: bytes, message: str
 ) -> None:
-    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
-    body = call("dro", datum) + field(7, field(1, b"beta") + field(2, entry))
+    body = call("dro", RATIOS) + field(7, field(1, b"beta") + field(2, entry))
     with pytest.raises(BadRequest, match=re.escape(message)):
         read(body)
     number = b"\x09" + np.array(0.25, "<f8").tobytes()
-    right = call("dro", datum) + field(7, field(1, b"beta") + field(2, number))
+    right = call("dro", RATIOS) + field(7, field(1, b"beta") + field(2, number))
     assert (loss := read(right).loss) is not None and loss.beta == 0.25
 
 
 def test_stable_reinforce_is_computed_as_cispo_and_the_answer_says_so() -> None:
-    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
-    named, cispo = read(call("stable_reinforce", datum, kl_coeff=0)), read(call("cispo", datum))
+    named, cispo = read(call("stable_reinforce", RATIOS, kl_coeff=0)), read(call("cispo", RATIOS))
     assert (named.loss, named.examples) == (cispo.loss, cispo.examples)
     assert named.loss is not None and named.loss.bounds == (0.0, 4.0)
     message = messages.new("ForwardBackwardOutput")
@@ -178,18 +197,13 @@ def test_stable_reinforce_is_computed_as_cispo_and_the_answer_says_so() -> None:
     assert dict(message.metrics) == {"loss:sum": 5.0}
     for key, why in (("kl_coeff", "has the kl_coeff 0.1 with"), ("beta", "has 'beta'; expected")):
         with pytest.raises(BadRequest, match=why):
-            read(call("stable_reinforce", datum, **{key: 0.1}))
+            read(call("stable_reinforce", RATIOS, **{key: 0.1}))
     with pytest.raises(BadRequest, match="has no 'logprobs', which 'stable_reinforce' needs"):
         read(call("stable_reinforce", {"target_tokens": [6, 7], "advantages": [0, 3]}))
 
 
 def test_gspo_takes_the_tokens_of_its_ratio_and_its_bounds() -> None:
-    datum = {
-        "target_tokens": [6, 7],
-        "logprobs": [-1, -2],
-        "advantages": [0, 3],
-        "sequence_ratio_mask": [0, 1],
-    }
+    datum = RATIOS | {"sequence_ratio_mask": [0, 1]}
     body = call("gspo", datum, clip_low_threshold=0.9997, clip_high_threshold=1.0004)
     operation = read(body)
     (example,) = operation.examples
@@ -271,8 +285,7 @@ def test_a_call_of_too_many_fields_is_refused_before_it_is_read(body: bytes) -> 
 
 
 def test_fields_of_a_usual_call_are_few() -> None:
-    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
-    body = call("ppo", *[datum] * 1024, clip_low_threshold=0.8)
+    body = call("ppo", *[RATIOS] * 1024, clip_low_threshold=0.8)
     found = messages.num_fields(body, "ForwardBackwardRequest", requests.MAX_FIELDS)
     assert 20 * 1024 < found < 30 * 1024
     for wrong in (body[:-3], b"\x1a", b"\x1a\xff\xff\xff\xff\x0f", b"\xff" * 99, b"\x0b\x0c", b""):
