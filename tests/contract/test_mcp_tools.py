@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import socket
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from services.orchestrator.extensions.environments.mcp_session import MAX_MESSAG
 from services.orchestrator.extensions.environments.tools import Tools
 from services.orchestrator.seams import EpisodeLost
 from shared.errors import BadRequest, Unavailable
+from shared.host.processes import free_port
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -54,9 +54,7 @@ def calculator(name: str = "add") -> MCPServer:
 
 @contextlib.asynccontextmanager
 async def running(server: MCPServer) -> AsyncGenerator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = uvicorn.Config(
         server.streamable_http_app(), port=port, log_config=None, timeout_graceful_shutdown=1
     )

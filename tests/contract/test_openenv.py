@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -16,6 +15,7 @@ from services.orchestrator.extensions.environments.openenv import OpenEnv, Socke
 from services.orchestrator.extensions.environments.tools import check_allowed
 from services.orchestrator.seams import EpisodeLost
 from shared.errors import BadRequest, Unavailable
+from shared.host.processes import free_port
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import EpisodeStepped, ToolCall
@@ -41,12 +41,6 @@ def guess(number: Any, id: str = "c") -> ToolCall:
 async def stepped(made: OpenEnv, *numbers: Any, id: str = "a", turn: int = 0) -> EpisodeStepped:
     calls = tuple(guess(number, f"c{at}") for at, number in enumerate(numbers))
     return await made.step(id, turn, calls)
-
-
-def nowhere() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 async def test_an_episode_of_actions_is_tools_results_and_rewards() -> None:
@@ -204,7 +198,7 @@ async def test_a_job_is_told_what_is_wrong_with_its_server() -> None:
             await made.validate({"secret": FAILS})
         server.capacity = 0
         assert (await made.validate(ROW)).tools == ()
-    away = nowhere()
+    away = f"http://127.0.0.1:{free_port()}"
     async with environment(away) as made:
         with pytest.raises(Unavailable, match=f"{away} cannot be reached: .*[Cc]onnect"):
             await made.validate(ROW)

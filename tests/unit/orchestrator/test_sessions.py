@@ -214,18 +214,24 @@ async def test_a_template_that_drops_thoughts_forks() -> None:
     assert "<think>" not in text(group.prompt_token_ids)
 
 
-async def test_an_answer_cut_off_in_a_call_continues_with_the_templates_end() -> None:
+@pytest.mark.parametrize("reason", ["length", "stop"])
+async def test_an_answer_cut_off_in_a_call_continues_with_the_templates_end(reason: Any) -> None:
+    """No end token was sampled: a limit ended the answer, or the agent's own stop string."""
     cut = call(12)[:40]
-    sampler = RenderingSampler([Reply(cut, cut=True), Reply("correct")])
+    sampler = RenderingSampler([Reply(cut, cut=True, finish_reason=reason), Reply("correct")])
     agent = Agent(open_session(sampler), tools=TOOLS)
-    first = await agent.say()
-    assert first == {"role": "assistant", "content": cut}
+    answer = await agent.session.turn(agent.request(stop="}}"))
+    assert answer.message == {"role": "assistant", "content": cut}
+    agent.messages.append(answer.message)
     await agent.say(user("Continue."))
-    ids, mask = row(agent.session.rollout())
+    group = agent.session.rollout()
+    ids, mask = row(group)
     whole, own = rendered(sampler, agent.messages, TOOLS)
     assert ids == whole
     (end, _) = [at for at, id in enumerate(whole) if id == 2 and own[at]]
     assert mask == [*own[:end], 0, *own[end + 1 :]], "the end is the template's, not sampled"
+    assert sampler.asked[0].sampling.stop == ("}}",)
+    assert group.rollouts[0].finish_reason == "stop"
 
 
 async def test_turns_by_token_ids_continue_from_the_tokens() -> None:
@@ -302,22 +308,6 @@ async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
     assert len(sampler.sessions) == 0
     again = open_session(sampler, id="task-1")
     assert found(name="task-1") is again and again.api_key != session.api_key
-
-
-async def test_a_stop_in_the_middle_of_a_call_continues_with_the_templates_end() -> None:
-    """The agent's own stop string ended the answer, so no end token was sampled."""
-    half = call(12)[:40]
-    sampler = RenderingSampler([Reply(half, cut=True, finish_reason="stop"), Reply("correct")])
-    agent = Agent(open_session(sampler), tools=TOOLS)
-    answer = await agent.session.turn(agent.request(stop="}}"))
-    agent.messages.append(answer.message)
-    await agent.say(user("Continue."))
-    ids, mask = row(agent.session.rollout())
-    whole, own = rendered(sampler, agent.messages, TOOLS)
-    (end, _) = [at for at, id in enumerate(whole) if id == 2 and own[at]]
-    assert (ids, mask) == (whole, [*own[:end], 0, *own[end + 1 :]])
-    assert sampler.asked[0].sampling.stop == ("}}",)
-    assert agent.session.rollout().rollouts[0].finish_reason == "stop"
 
 
 async def test_a_template_that_keeps_thoughts_keeps_the_row() -> None:
