@@ -102,7 +102,7 @@ async def test_an_environment_of_tools_offers_its_tools() -> None:
     [
         (FAILS, r"failed \(EXECUTION_ERROR\): it broke"),
         (HANGS_UP, "closed the connection"),
-        (HANGS, r"http.* did not finish turn 0 within 1 s \(step_s\)"),
+        (HANGS, r"turn 0 at http.* did not finish within 1 s \(step_s\)"),
     ],
     ids=["an error", "a lost connection", "no answer"],
 )

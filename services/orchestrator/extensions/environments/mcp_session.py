@@ -72,9 +72,11 @@ class McpSession:
     async def _live(self) -> None:
         async with (
             httpx.AsyncClient(
-                transport=_BoundedTransport(ssl_context()),
+                verify=ssl_context(),
                 timeout=self._limit_s,
                 trust_env=False,
+                headers={"accept-encoding": "identity"},
+                event_hooks={"response": [_bound]},
             ) as http,
             Client(
                 streamable_http_client(self.url, http_client=http),
@@ -106,24 +108,15 @@ def _leaf(error: BaseException) -> BaseException:
     return error
 
 
-class _BoundedTransport(httpx.AsyncHTTPTransport):
-    """Reads at most MAX_MESSAGE_BYTES of an answer: the package bounds only events. Refuses a
-    compressed answer, which would grow after it was counted."""
-
-    def __init__(self, verify: Any) -> None:
-        super().__init__(verify=verify)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        request.headers["accept-encoding"] = "identity"
-        response = await super().handle_async_request(request)
-        if response.headers.get("content-encoding", "identity") != "identity":
-            await response.aclose()
-            raise httpx.ReadError(
-                "its answer is compressed, which was not requested", request=request
-            )
-        stream = cast(httpx.AsyncByteStream, response.stream)
-        response.stream = _BoundedStream(stream, request)
-        return response
+async def _bound(response: httpx.Response) -> None:
+    """Bounds an answer to MAX_MESSAGE_BYTES: the package bounds only events. Refuses a compressed
+    answer, which would grow after it was counted."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise httpx.ReadError(
+            "its answer is compressed, which was not requested", request=response.request
+        )
+    stream = cast(httpx.AsyncByteStream, response.stream)
+    response.stream = _BoundedStream(stream, response.request)
 
 
 class _BoundedStream(httpx.AsyncByteStream):

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from services.orchestrator.extensions.environments.tools import (
     arguments_of,
     as_text,
     check_allowed,
+    limited,
     of_blocks,
     result,
     tool_schema,
@@ -60,7 +61,7 @@ class ServerUnreachable(Exception):
     """The server cannot be reached."""
 
 
-class ServerFull(Exception):
+class ServerFull(EpisodeLost):
     """The server has no room for another episode."""
 
 
@@ -324,7 +325,10 @@ class OpenEnv:
                 raise
 
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
-        async with self._asking(id, f"turn {turn}", self._spec.step_s) as episode:
+        if (episode := self._episodes.get(id)) is None:
+            raise EpisodeLost(f"episode {id!r} is not open")
+        what = f"turn {turn} at {episode.server.url}"
+        async with limited(lambda: self.drop(id), what, self._spec.step_s, "step_s"):
             results: list[ToolResult] = []
             rewards: list[float] = []
             done = False
@@ -440,26 +444,6 @@ class OpenEnv:
         if not self._offer.calls_tools:
             return result(call, _shown(seen)), seen
         return _of_tool(call, seen.observation), seen
-
-    @contextlib.asynccontextmanager
-    async def _asking(self, id: str, what: str, limit_s: float) -> AsyncGenerator[_Episode]:
-        """Drops the episode if the block raises, because the episode's state is then unknown."""
-        if (episode := self._episodes.get(id)) is None:
-            raise EpisodeLost(f"episode {id!r} is not open")
-        try:
-            async with asyncio.timeout(limit_s):
-                yield episode
-        except TimeoutError as error:
-            self.drop(id)
-            raise EpisodeLost(
-                f"{episode.server.url} did not finish {what} within {limit_s:g} s (step_s)"
-            ) from error
-        except ServerFull as error:
-            self.drop(id)
-            raise EpisodeLost(str(error)) from error
-        except BaseException:  # raised again
-            self.drop(id)
-            raise
 
 
 def _now() -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -100,6 +100,23 @@ def cut(text: str) -> str:
     return f"{text[:MAX_RESULT_CHARS]}... [cut off after {MAX_RESULT_CHARS} of {len(text)}]"
 
 
+@contextlib.asynccontextmanager
+async def limited(
+    drop: Callable[[], None], what: str, limit_s: float, key: str
+) -> AsyncGenerator[None]:
+    """Drops an episode if the block raises, because the episode's state is then unknown. Raises
+    EpisodeLost if the block takes longer than `limit_s`, the limit `key` of the job."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        drop()
+        raise EpisodeLost(f"{what} did not finish within {limit_s:g} s ({key})") from error
+    except BaseException:  # raised again
+        drop()
+        raise
+
+
 RETRY_S = 1.0
 """Seconds between two attempts to reach a server."""
 
@@ -144,7 +161,7 @@ class Tools:
         if (episode := self._episodes.get(id)) is None:
             raise EpisodeLost(f"episode {id!r} is not open")
         mine = tuple(call for call in calls if call.name in episode.own)
-        async with self._limited(id, f"turn {turn}", self._spec.step_s, "step_s"):
+        async with limited(lambda: self.drop(id), f"turn {turn}", self._spec.step_s, "step_s"):
             told = await self._own.step(id, turn, mine) if self._own else None
             own = iter(told.results if told else ())
             results = [
@@ -195,7 +212,8 @@ class Tools:
 
         offered, owner = [*tools], {_name(tool): "the job's file" for tool in tools}
         episode = self._episodes[id] = _Episode(frozenset(owner))
-        async with self._limited(id, "the list of tools", self._spec.boot_s, "boot_s"):
+        what = "the list of tools"
+        async with limited(lambda: self.drop(id), what, self._spec.boot_s, "boot_s"):
             for url in self._spec.mcp:
                 check_allowed(url, "mcp", self._settings)
                 session = McpSession(url, self._spec.step_s)
@@ -209,19 +227,6 @@ class Tools:
                     episode.by_tool[name], owner[name] = session, url
                     offered.append(tool)
         return tuple(offered)
-
-    @contextlib.asynccontextmanager
-    async def _limited(self, id: str, what: str, limit_s: float, key: str) -> AsyncGenerator[None]:
-        """Drops the episode if the block raises."""
-        try:
-            async with asyncio.timeout(limit_s):
-                yield
-        except TimeoutError as error:
-            self.drop(id)
-            raise EpisodeLost(f"{what} did not finish within {limit_s:g} s ({key})") from error
-        except BaseException:  # raised again
-            self.drop(id)
-            raise
 
     def _end_sessions(self, id: str) -> None:
         episode = self._episodes.pop(id, None)
