@@ -33,7 +33,7 @@ from services.orchestrator.tasks import gather_all
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.job import EnvironmentSpec, Job
+from shared.job import Job
 from shared.wire import (
     EpisodeClosed,
     EpisodeOpened,
@@ -82,42 +82,35 @@ class EnvironmentFailed(Exception):
     """The environment failed, not the policy."""
 
 
+@dataclass
 class Conversation:
     """Plays a rollout of the prompt, by weights of at least `min_version`. `sampling.max_tokens`
     bounds all its tokens after the prompt. The keys of its requests contain `key`."""
 
-    def __init__(
-        self,
-        services: Services,
-        job: Job,
-        prompt: Prompt,
-        min_version: int,
-        key: str,
-        sampling: Sampling,
-    ) -> None:
-        assert job.environment and services.environment
-        self._services = services
-        self._job = job
-        self._environment = services.environment
-        self._spec: EnvironmentSpec = job.environment
-        self._prompt = prompt
-        self._min_version = min_version
-        self._key = key
-        self._sampling = sampling
+    services: Services
+    job: Job
+    prompt: Prompt
+    min_version: int
+    key: str
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        assert self.job.environment and self.services.environment
+        self._environment, self._spec = self.services.environment, self.job.environment
 
     async def play(self) -> RolloutGroup:
         """Returns the rollout as a group of one."""
-        async with self._services.samplers.conversations:
+        async with self.services.samplers.conversations:
             return await self._played()
 
     async def _played(self) -> RolloutGroup:
         why = ""
         for number in range(MAX_PLAYED):
             try:
-                return await self._episode(f"{self._key}:{number}")
+                return await self._episode(f"{self.key}:{number}")
             except EnvironmentFailed as error:
                 why = str(error)
-                get_logger().warning("environment failed", episode=self._key, reason=why)
+                get_logger().warning("environment failed", episode=self.key, reason=why)
         found = failed_group(f"the environment failed {MAX_PLAYED} times: {why}")
         return with_info(found, {ENVIRONMENT_FAILED: True})
 
@@ -125,7 +118,7 @@ class Conversation:
         limit = asyncio.timeout(None)
         try:
             opened = await self._of_environment(
-                "opening an environment", self._environment.open(id, self._prompt.row)
+                "opening an environment", self._environment.open(id, self.prompt.row)
             )
             async with limit:
                 limit.reschedule(asyncio.get_running_loop().time() + self._spec.episode_s)
@@ -145,7 +138,7 @@ class Conversation:
         return found
 
     async def _turns(self, id: str, opened: EpisodeOpened) -> RolloutGroup:
-        messages = first_messages(self._prompt, opened.observation)
+        messages = first_messages(self.prompt, opened.observation)
         state, why = ConversationState(messages, len(messages)), "stop"
         while True:
             group = await self._answer(id, state, opened)
@@ -179,17 +172,17 @@ class Conversation:
     async def _answer(
         self, id: str, state: ConversationState, opened: EpisodeOpened
     ) -> RolloutGroup:
-        turn, seed = state.num_turns, self._sampling.seed
+        turn, seed = state.num_turns, self.sampling.seed
         limits = [self._room(state), self._spec.max_answer_tokens]
-        sampling = self._sampling.model_copy(
+        sampling = self.sampling.model_copy(
             update={
                 "max_tokens": min(limit for limit in limits if limit is not None),
                 "seed": None if seed is None else seed + turn * SEEDS_PER_TURN,
             }
         )
-        return await self._services.samplers.answer(
+        return await self.services.samplers.answer(
             tuple(state.messages),
-            self._min_version,
+            self.min_version,
             key=f"{id}:{turn}",
             options=AnswerOptions(opened.tools),
             known=state.last and state.last.known,
@@ -206,7 +199,7 @@ class Conversation:
 
     def _room(self, state: ConversationState) -> int:
         """Returns how many tokens the next answer may have."""
-        return self._sampling.max_tokens - (state.last.num_tokens if state.last else 0)
+        return self.sampling.max_tokens - (state.last.num_tokens if state.last else 0)
 
     async def _called(self, id: str, state: ConversationState, calls: tuple[ToolCall, ...]) -> bool:
         """Makes the calls, appends their results, and returns whether the episode is over."""
@@ -231,7 +224,7 @@ class Conversation:
 
     async def _of_environment(self, what: str, call: Coroutine[Any, Any, T]) -> T:
         try:
-            with self._services.status.on(self._environment.service, what), tracing.span(what):
+            with self.services.status.on(self._environment.service, what), tracing.span(what):
                 return await call
         except HoneError as error:
             if error.code == LOST:
