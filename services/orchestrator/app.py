@@ -30,7 +30,7 @@ from services.orchestrator.extensions.openai import calling, fine_tuning
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.extensions.pushed import atropos, groups
 from services.orchestrator.extensions.pushed.groups import GroupIntake
-from services.orchestrator.extensions.pushed.queue import pushed_groups
+from services.orchestrator.extensions.pushed.queue import PushedGroups
 from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.extensions.tinker import routes as tinker
 from services.orchestrator.extensions.tinker.driving import SampleOrders, drive
@@ -168,7 +168,7 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         environment_of=environment_of,
         teacher_of=Teacher,
         tracker_of=trackers.JobTrackers,
-        source_of=pushed_groups,
+        source_of=PushedGroups,
         drive=functools.partial(drive, orders),
         diagnose=diagnosing.diagnose_run,
         warn_of=trackers.missing,

@@ -9,7 +9,6 @@ import pytest
 from services.orchestrator.extensions.pushed.queue import (
     Ledger,
     PushedQueue,
-    SentGroup,
 )
 from services.orchestrator.seams import Round
 from services.orchestrator.store.folder import forget_pushed
@@ -28,7 +27,7 @@ def scored(version: int | None = None) -> ScoredGroup:
 
 
 def accept(queue: PushedQueue, key: str, version: int | None = None) -> int:
-    return queue.accept(scored(version), SentGroup("digest", key, 0), lambda _: None)
+    return queue.accept(scored(version), lambda _: None, digest="digest", key=key, last_step=0)
 
 
 def ahead(queue: PushedQueue, last_step: int) -> int:
@@ -86,7 +85,9 @@ def test_a_group_without_a_key_is_new_once_it_was_trained(tmp_path: Path) -> Non
     queue = PushedQueue(tmp_path)
 
     def again(last_step: int) -> int:
-        return queue.accept(scored(), SentGroup("digest", None, last_step), lambda _: None)
+        return queue.accept(
+            scored(), lambda _: None, digest="digest", key=None, last_step=last_step
+        )
 
     assert [again(0), again(0)] == [1, 1]
     queue.take(Round(1, 0, 1, 0, 0))

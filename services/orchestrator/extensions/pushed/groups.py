@@ -18,7 +18,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.data.choosing import tokenizer_folder, tokenizer_stamp
-from services.orchestrator.extensions.pushed.queue import Ledger, PushedQueue, SentGroup
+from services.orchestrator.extensions.pushed.queue import Ledger, PushedQueue
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Busy, Conflict, Unavailable
@@ -362,8 +362,9 @@ class GroupIntake:
             next_step = counts_of(record, ledger).next_step
             check_versions(group, oldest_version(record, ledger), record.step + 1, next_step)
 
-        sent = SentGroup(checked.digest, group.key, record.step)
-        return queue.accept(checked.scored, sent, admit)
+        return queue.accept(
+            checked.scored, admit, digest=checked.digest, key=group.key, last_step=record.step
+        )
 
     def queue(self, record: JobRecord) -> PushedQueue:
         """Returns the job's queue, which caches the part of the journal that it has read."""

@@ -91,16 +91,6 @@ class Ledger:
         return max(self.num_accepted - self.num_dropped - done, 0)
 
 
-@dataclass(frozen=True)
-class SentGroup:
-    """The digest and the key of a group as it was sent. Without a key, a group of the same digest
-    counts as a repetition until it is trained, by a step up to `last_step`."""
-
-    digest: str
-    key: str | None
-    last_step: int
-
-
 class PushedQueue:
     """The queue in the run folder `run`. All methods wait for the disk: call them in a thread."""
 
@@ -110,20 +100,29 @@ class PushedQueue:
         self._ledger = Ledger()
         self._read_bytes = 0
 
-    def accept(self, group: ScoredGroup, sent: SentGroup, admit: Callable[[Ledger], None]) -> int:
-        """Returns the group's number once it is on disk. The same group again has the same number;
-        raises Conflict, "body_differs", for a key that came with another digest. `admit` raises if
-        there is no room for a new group."""
+    def accept(
+        self,
+        group: ScoredGroup,
+        admit: Callable[[Ledger], None],
+        *,
+        digest: str,
+        key: str | None,
+        last_step: int,
+    ) -> int:
+        """Returns the group's number once it is on disk. `digest` and `key` are of the group as it
+        was sent: the same group again has the same number. Without a key it counts as a repetition
+        until it is trained, by a step up to `last_step`. Raises Conflict, "body_differs", for a key
+        that came with another digest. `admit` raises if there is no room for a new group."""
         with self._locked() as ledger:
-            key, digest = sent.key or sent.digest, sent.digest
-            known = ledger.keys.get(key)
-            if known and (sent.key or known[0] > ledger.newest_trained(sent.last_step)):
-                return _same(known, key, digest)
+            name = key or digest
+            known = ledger.keys.get(name)
+            if known and (key or known[0] > ledger.newest_trained(last_step)):
+                return _same(known, name, digest)
             admit(ledger)
             number = ledger.num_accepted + 1
             self._write(self._file(number), group)
             versions = _versions_of(group)
-            self._append(accepted=number, key=key, digest=digest, versions=versions)
+            self._append(accepted=number, key=name, digest=digest, versions=versions)
             return number
 
     def register(self, program: dict[str, Any]) -> tuple[int, str]:
@@ -248,11 +247,11 @@ POLL_S = 0.2
 
 
 class PushedGroups:
-    """The `GroupSource` of a pushed job. A step holds `turn` until it has its groups, so steps get
-    groups in their order."""
+    """The `GroupSource` of the pushed job in the run folder `run`. A step holds `turn` until it has
+    its groups, so steps get groups in their order."""
 
-    def __init__(self, queue: PushedQueue, status: AttemptStatus) -> None:
-        self._queue = queue
+    def __init__(self, run: Path, status: AttemptStatus) -> None:
+        self._queue = PushedQueue(run)
         self._status = status
         self.turn = asyncio.Lock()
 
@@ -272,8 +271,3 @@ class PushedGroups:
                 numbers, is_whole = await write_despite_cancel(self._queue.take, asked)
                 if len(numbers) != num_here:
                     return numbers, is_whole
-
-
-def pushed_groups(run: Path, status: AttemptStatus) -> PushedGroups:
-    """Returns the groups that were pushed to the run folder `run`."""
-    return PushedGroups(PushedQueue(run), status)
