@@ -97,28 +97,6 @@ async def test_another_sampler_continues_after_the_tokens_that_were_sampled(
     assert second.forked == ""
 
 
-async def test_an_answer_that_was_cut_off_gets_the_end_that_the_template_writes(
-    bench: RolloutBench,
-) -> None:
-    first = await turn(bench, sampled("because", cut=True), tools=())
-    assert first.rollouts[0].messages == ()  # neither tools nor known: a prompt like any other
-    go_on: Message = {"role": "user", "content": "go on"}
-    said: Message = {"role": "assistant", "content": "because"}
-    prompt = (QUESTION, said, go_on)
-    asked = f"<|im_start|>user\n2 + 3?<|im_end|>\n{HEAD}"
-    ids = [*tokens(asked), *first.rollouts[0].token_ids]
-    group = await turn(
-        bench,
-        sampled("of it"),
-        prompt=prompt,
-        tools=(),
-        known=ConversationPrefix(num_messages=2, token_ids=ids),
-    )
-    after = tokens(f"<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n{HEAD}")
-    assert group.prompt_token_ids == [*ids, *after]
-    assert group.rollouts[0].messages == ({"role": "assistant", "content": "of it"},)
-
-
 @pytest.mark.parametrize("forgets", ["before", "after"])
 async def test_a_template_that_rewrites_answers_forks_with_a_reason(
     bench: RolloutBench, forgets: Any

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from pydantic import SecretStr
 
 from services.orchestrator.api import files, history
-from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
@@ -27,21 +24,27 @@ from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
 from shared.weights.folders import MANIFEST, STATE
-from shared.wire import ApiKey, JobRecord
+from shared.wire import JobRecord
 from tests.support import orchestrator_stack
 from tests.support.in_process import in_process
 from tests.support.job_records import JOB
 from tests.support.model_folders import make_model_folder
-
-ROOT = "root-token-of-the-stack"
+from tests.support.own_keys import (
+    AS_ROOT,
+    bearer,
+    called_by,
+    key_of,
+    program,
+    submitted,
+    with_token,
+)
 
 store = orchestrator_stack.store
 
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    settings.runs_dir.mkdir(parents=True, exist_ok=True)
-    return settings.model_copy(update={"token": SecretStr(ROOT)})
+    return with_token(settings)
 
 
 @pytest.fixture
@@ -50,20 +53,6 @@ async def http(settings: Settings, store: Store) -> AsyncGenerator[httpx.AsyncCl
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://host:8000") as http:
         yield http
-
-
-def key_of(name: str, weight: float = 1.0) -> ApiKey:
-    return ApiKey(name=name, access="own", created_at=int(time.time()), weight=weight)
-
-
-def bearer(settings: Settings, name: str) -> dict[str, str]:
-    secret = Keys(settings.runs_dir).create(name, "own", 3.0).secret
-    return {"authorization": f"Bearer {secret}"}
-
-
-async def submitted(store: Store, settings: Settings, by: ApiKey | None, job: Job = JOB) -> str:
-    submission = Submission(job, settings.runs_dir, by=by)
-    return (await accept(store, submission)).id
 
 
 async def test_another_keys_job_is_not_there(
@@ -97,8 +86,7 @@ async def test_another_keys_job_is_not_there(
         found = await http.post("/api/v1/get_info", json=asked, headers=alice)
         assert found.status_code == 404, found.text
     assert (await http.post(f"/v1/jobs/{his}/pause", headers=bob)).status_code == 200
-    root = {"authorization": f"Bearer {ROOT}"}
-    assert len((await http.get("/v1/jobs", headers=root)).json()["jobs"]) == 3
+    assert len((await http.get("/v1/jobs", headers=AS_ROOT)).json()["jobs"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -135,14 +123,10 @@ async def test_another_keys_checkpoint_is_no_model_to_begin_with(
     his = await submitted(store, settings, key_of("bob"))
     model = str(settings.runs_dir / his / "checkpoints" / "step-000001")
     job = JOB.model_copy(update={"model": model})
-    token = caller.set(key_of("alice"))
-    try:
-        with pytest.raises(NotFound):
-            await submitted(store, settings, caller.get(), job)
-        caller.set(key_of("bob"))
-        assert await submitted(store, settings, caller.get(), job)
-    finally:
-        caller.reset(token)
+    with called_by("alice") as alice, pytest.raises(NotFound):
+        await submitted(store, settings, alice, job)
+    with called_by("bob") as bob:
+        assert await submitted(store, settings, bob, job)
 
 
 async def test_who_submitted_a_job_outlives_redis(store: Store, settings: Settings) -> None:
@@ -191,12 +175,9 @@ async def test_another_keys_submission_is_not_withdrawn(
 
 async def test_a_priority_above_others_is_refused(store: Store, settings: Settings) -> None:
     job = JOB.model_copy(update={"priority": 1})
-    token = caller.set(key_of("alice"))
-    try:
-        with pytest.raises(Forbidden, match="priority is 1, expected 0 or less"):
-            await submitted(store, settings, caller.get(), job)
-    finally:
-        caller.reset(token)
+    refused = pytest.raises(Forbidden, match="priority is 1, expected 0 or less")
+    with called_by("alice") as alice, refused:
+        await submitted(store, settings, alice, job)
 
 
 async def test_names_of_others_are_not_told(
@@ -227,21 +208,18 @@ async def test_another_keys_checkpoint_is_nothing_to_begin_with(
         training = JOB.training.model_copy(update={"start_from": str(with_folder)})
         return JOB.model_copy(update={"training": training})
 
-    token = caller.set(key_of("alice"))
-    try:
+    with called_by("alice") as alice:
         with pytest.raises(NotFound):
-            await submitted(store, settings, caller.get(), beginning(folder))
+            await submitted(store, settings, alice, beginning(folder))
         for other in (settings.runs_dir, Path("/etc")):
             with pytest.raises(BadRequest, match="is no checkpoint below HONE_RUNS_DIR"):
-                await submitted(store, settings, caller.get(), beginning(other))
-        caller.set(key_of("bob"))
-        assert await submitted(store, settings, caller.get(), beginning(folder))
+                await submitted(store, settings, alice, beginning(other))
+    with called_by("bob") as bob:
+        assert await submitted(store, settings, bob, beginning(folder))
         other = beginning(folder).model_copy(update={"lora": LoraSpec(rank=2)})
         with pytest.raises(BadRequest, match="a checkpoint with all weights, and the job has lora"):
-            await submitted(store, settings, caller.get(), other)
+            await submitted(store, settings, bob, other)
         assert [use.path for use in await store.models_below(settings.runs_dir / his)] == [folder]
-    finally:
-        caller.reset(token)
 
 
 FULL = {
@@ -303,7 +281,7 @@ async def test_another_keys_checkpoint_is_no_base_model(
 async def test_a_resumed_job_has_no_priority_above_others(
     http: httpx.AsyncClient, store: Store, settings: Settings
 ) -> None:
-    alice, root = bearer(settings, "alice"), {"authorization": f"Bearer {ROOT}"}
+    alice = bearer(settings, "alice")
     hers = await submitted(store, settings, key_of("alice"))
     await store.pause(hers)
 
@@ -317,7 +295,7 @@ async def test_a_resumed_job_has_no_priority_above_others(
     assert refused.status_code == 403, refused.text
     assert refused.json()["detail"].startswith("priority is 100, expected 0 or less")
     assert (await resume(alice, "priority=-3")).status_code == 200
-    assert (await resume(root, "priority=5")).status_code == 200
+    assert (await resume(AS_ROOT, "priority=5")).status_code == 200
     assert (await resume(alice, "checkpoints.every=2")).status_code == 200  # 5 may stay
     assert (await resume(alice, "priority=6")).status_code == 403
     caller.set(None)
@@ -327,32 +305,21 @@ async def test_a_resumed_job_has_no_priority_above_others(
 async def test_a_session_finds_the_models_of_its_own_caller(
     http: httpx.AsyncClient, store: Store, settings: Settings
 ) -> None:
-    root = {"authorization": f"Bearer {ROOT}"}
-    program = Job.model_validate(
-        {
-            "name": "program",
-            "model": "owner/model",
-            "steps": 9,
-            "rewards": [],
-            "training": {"objective": "program"},
-            "metadata": {"tinker_model": "s:train:0"},
-            "lora": {"rank": 32},
-        }
-    )
-    roots = await submitted(store, settings, None, program)
-    hers = await submitted(store, settings, key_of("alice"), program)
+    model = program(metadata={"tinker_model": "s:train:0"})
+    roots = await submitted(store, settings, None, model)
+    hers = await submitted(store, settings, key_of("alice"), model)
     asked = {"model_id": "s:train:0"}
-    for headers, expected in ((root, roots), (bearer(settings, "alice"), hers)):
+    for headers, expected in ((AS_ROOT, roots), (bearer(settings, "alice"), hers)):
         found = await http.post("/api/v1/get_info", json=asked, headers=headers)
         assert found.json()["model_id"] == expected, found.text
     beside = await http.post("/api/v1/get_info", json=asked, headers=bearer(settings, "bob"))
     assert beside.status_code == 404
-    session = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": program.model}
-    opened = await http.post("/api/v1/create_sampling_session", json=session, headers=root)
+    session = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": model.model}
+    opened = await http.post("/api/v1/create_sampling_session", json=session, headers=AS_ROOT)
     assert opened.json()["sampling_session_id"].startswith(f"{roots}:"), opened.text
 
     async def told(path: str, scope: str) -> httpx.Response:
-        return await http.get(f"/api/v1/{path}?access_scope={scope}", headers=root)
+        return await http.get(f"/api/v1/{path}?access_scope={scope}", headers=AS_ROOT)
 
     for scope, expected in (("owned", [roots]), ("accessible", [hers, roots])):
         runs = (await told("training_runs", scope)).json()
@@ -373,11 +340,7 @@ async def test_a_session_finds_the_models_of_its_own_caller(
 async def test_another_keys_upload_is_not_found_by_its_idempotency_key(
     http: httpx.AsyncClient, settings: Settings
 ) -> None:
-    alice, bob, root = (
-        bearer(settings, "alice"),
-        bearer(settings, "bob"),
-        {"authorization": f"Bearer {ROOT}"},
-    )
+    alice, bob = bearer(settings, "alice"), bearer(settings, "bob")
 
     async def upload(headers: dict[str, str], row: bytes) -> httpx.Response:
         given = headers | {"idempotency-key": "train-v1"}
@@ -385,7 +348,7 @@ async def test_another_keys_upload_is_not_found_by_its_idempotency_key(
         return await http.post("/v1/files", headers=given, files=files, data=data)
 
     ids: list[str] = []
-    for headers, row in ((alice, b'{"prompt": "secret"}'), (bob, b"{}"), (root, b"{}")):
+    for headers, row in ((alice, b'{"prompt": "secret"}'), (bob, b"{}"), (AS_ROOT, b"{}")):
         stored = await upload(headers, row)
         assert stored.status_code == 200, stored.text
         assert (await upload(headers, row)).json() == stored.json()
@@ -469,7 +432,7 @@ async def test_a_key_leaves_others_room_for_uploads(
         assert await num_taken(bearer(settings, "alice")) == 6
         bob = bearer(settings, "bob")
         assert await num_taken(bob) == 3
-        assert await num_taken({"authorization": f"Bearer {ROOT}"}) == 3
+        assert await num_taken(AS_ROOT) == 3
         assert await num_taken(bob) == 0
     assert refused[0] == (
         "a file of 3 bytes beside 6 of 18 bytes that API key 'alice' uploaded; expected at most as "

@@ -11,23 +11,19 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from pydantic import SecretStr
 
-from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.extensions.tinker import log as log_module
 from services.orchestrator.extensions.tinker import models
 from services.orchestrator.extensions.tinker.log import OperationLog, PendingQuota
-from services.orchestrator.store.records import Submission
-from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
 from shared.errors import Busy
-from shared.job import Job
 from shared.settings import Settings
-from shared.wire import ApiKey, OperationOutcome, ProgramOperation
+from shared.wire import OperationOutcome, ProgramOperation
 from tests.support import orchestrator_stack
 from tests.support.in_process import in_process
 from tests.support.model_folders import make_model_folder
+from tests.support.own_keys import bearer, key_of, program, submitted, with_token
 
 store = orchestrator_stack.store  # a fixture
 
@@ -36,8 +32,7 @@ STEP = {"adam_params": {"learning_rate": 0.1}}
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    settings.runs_dir.mkdir(parents=True, exist_ok=True)
-    return settings.model_copy(update={"token": SecretStr("root-token-of-the-stack")})
+    return with_token(settings)
 
 
 @pytest.fixture
@@ -46,23 +41,8 @@ async def http(settings: Settings, store: Store) -> AsyncGenerator[httpx.AsyncCl
         yield http
 
 
-def bearer(settings: Settings, name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {Keys(settings.runs_dir).create(name, 'own').secret}"}
-
-
 async def model_of(store: Store, settings: Settings, name: str, base: str = "owner/model") -> str:
-    job = Job.model_validate(
-        {
-            "name": name,
-            "model": base,
-            "steps": 9,
-            "rewards": [],
-            "training": {"objective": "program"},
-            "lora": {"rank": 32},
-        }
-    )
-    by = ApiKey(name=name, access="own", created_at=0)
-    return (await accept(store, Submission(job, settings.runs_dir, by=by))).id
+    return await submitted(store, settings, key_of(name), program(base))
 
 
 async def test_operations_that_wait_have_a_quota_by_key(
