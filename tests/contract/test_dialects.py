@@ -18,6 +18,7 @@ from services.orchestrator.store.store import Store
 from shared.host import logs
 from shared.http.rendering import READ_BYTES, parse_body
 from shared.settings import Settings
+from tests.support.in_process import in_process
 from tests.support.lazily import Package
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
 
@@ -40,10 +41,10 @@ class Bench:
         settings = settings.model_copy(update={"token": SecretStr(TOKEN)})
         store = Store("redis://127.0.0.1:1")
         service = create_service(settings, store, works=False, sessions=self.sampler.sessions)
-        self.transport = httpx.ASGITransport(app=service.app)
+        self.app = service.app
 
     def http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=self.transport, base_url="http://localhost")
+        return in_process(self.app)
 
     def openai(self, path: str = "/v1", key: str | None = None, **more: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(

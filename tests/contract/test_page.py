@@ -28,6 +28,7 @@ from shared.job import Job
 from shared.settings import Settings
 from shared.wire import MetricsRow, ServiceList
 from tests.support import orchestrator_stack
+from tests.support.in_process import in_process
 from tests.support.orchestrator_stack import Stack
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
@@ -47,9 +48,7 @@ async def http(settings: Settings) -> AsyncGenerator[httpx.AsyncClient]:
 
 
 def client_of(settings: Settings) -> httpx.AsyncClient:
-    service = create_service(settings, Store(NOBODY), works=False)
-    transport = httpx.ASGITransport(app=service.app)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+    return in_process(create_service(settings, Store(NOBODY), works=False).app)
 
 
 async def test_the_page_is_at_the_root_under_a_strict_policy(http: httpx.AsyncClient) -> None:
@@ -223,8 +222,7 @@ async def test_run_folders_alone_give_the_same_answers_as_the_orchestrator(
     record = await stack.until((await stack.submit()).id)
     await orchestrator_stack.until_noted(stack.folder(record.id), "succeeded")
     service = create_view(stack.settings, [stack.folder(record.id).path])
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         at = f"/v1/jobs/{record.id}"
         for path in (
             *(f"{at}/metrics", f"{at}/metrics/columns?names=reward", f"{at}/rollouts?step=3"),
@@ -297,8 +295,7 @@ async def test_folders_of_deleted_jobs_are_shown_and_an_unreadable_one_hides_non
     assert find_runs(tmp_path)[0].problem == WAS_DELETED
     assert alone(tmp_path / "deleted-1")[1].status == "succeeded"
     service = create_view(settings, run_folders([tmp_path]))
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         listed = (await http.get("/v1/jobs")).json()
         shown = {one["id"]: one["status"] for one in listed["jobs"]}
         assert shown == {"deleted-1": "succeeded", "other-1": "succeeded"}

@@ -8,7 +8,8 @@ import pytest
 
 from services.orchestrator.extensions.openai import fine_tuning
 from shared.job import Job, WandbSpec
-from shared.wire import CreateFineTuningJob, JobRecord
+from shared.wire import CreateFineTuningJob
+from tests.support.job_records import record
 
 GRADER = {
     "type": "string_check",
@@ -131,41 +132,20 @@ def test_a_knob_that_means_nothing_here_is_refused_by_name(
 def test_a_request_that_another_version_stored_is_shown():
     stored = job_of(request())
     stored = stored.model_copy(update={"request": stored.request | {"later": 1}})
-    record = JobRecord(
-        id="a-1",
-        name="a",
-        model="m",
-        status="queued",
-        created_at=1.0,
-        steps=1,
-        run_dir="/r",
-        job=stored,
-    )
-    assert fine_tuning.fine_tuning_job(record, now=2.0, trained_tokens=None).id == "a-1"
+    queued = record("queued").model_copy(update={"job": stored})
+    assert fine_tuning.fine_tuning_job(queued, now=2.0, trained_tokens=None).id == "demo-1"
 
 
 def test_a_record_is_shown_in_openais_words():
     job = job_of(request({"n_epochs": 2}))
-    record = JobRecord(
-        id="fine-tuning-1",
-        name="fine-tuning",
-        model="m",
-        status="running",
-        created_at=10.9,
-        started_at=11.0,
-        steps=10,
-        step=5,
-        eta_s=30.0,
-        run_dir="/runs/x",
-        job=job,
-    )
-    shown = fine_tuning.fine_tuning_job(record, now=100.0, trained_tokens=None)
+    running = record("running").model_copy(update={"job": job, "created_at": 10.9, "eta_s": 30.0})
+    shown = fine_tuning.fine_tuning_job(running, now=100.0, trained_tokens=None)
     assert (shown.created_at, shown.estimated_finish, shown.fine_tuned_model) == (10, 130, None)
     assert shown.method.reinforcement.hyperparameters.n_epochs == 2
-    ended = record.model_copy(update={"status": "succeeded", "finished_at": 50.0})
+    ended = running.model_copy(update={"status": "succeeded", "finished_at": 50.0})
     shown = fine_tuning.fine_tuning_job(ended, now=100.0, trained_tokens=7)
-    assert (shown.fine_tuned_model, shown.finished_at) == ("fine-tuning-1", 50)
+    assert (shown.fine_tuned_model, shown.finished_at) == ("demo-1", 50)
     assert (shown.estimated_finish, shown.trained_tokens) == (None, 7)
-    paused = record.model_copy(update={"status": "paused", "error": "the disk is full"})
+    paused = running.model_copy(update={"status": "paused", "error": "the disk is full"})
     error = fine_tuning.fine_tuning_job(paused, now=100.0, trained_tokens=None).error
     assert error is not None and (error.code, error.message) == ("paused", "the disk is full")
