@@ -24,7 +24,7 @@ import pytest
 from shared.job import Job
 from shared.wire import Example, Optimization, TokenLoss
 from shared.wire.packed import Logprobs, Mask
-from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job, an_engine
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import some_examples
 
@@ -162,11 +162,7 @@ def by_token(examples: tuple[Example, ...]) -> tuple[Example, ...]:
 
 def run(job: Job, case: Case, examples: tuple[Example, ...], folder: Path) -> list[Step]:
     """Takes two steps."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     steps = []
     for batch in (examples[:8], examples[4:]):
         if case.losses is not None:

@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -41,6 +41,24 @@ def a_job(
             **sections,
         }
     )
+
+
+def an_engine(job: Job) -> Any:
+    """Returns the job's engine on a CPU, in a process that is a rank."""
+    import torch
+
+    from services.trainer.zero.deepspeed_engine import start_engine
+
+    return start_engine(job, torch.device("cpu"))
+
+
+def train(job: Job, batches: Sequence[Any], learning_rate: float, folder: Path) -> list[Any]:
+    """Returns the updates over `batches`; the weights after them are in `folder`."""
+    engine = an_engine(job)
+    updates = [engine.update(batch, learning_rate) for batch in batches]
+    engine.save_weights(folder)
+    engine.close()
+    return updates
 
 
 @functools.cache

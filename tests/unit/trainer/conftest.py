@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from shared.wire import Example
+from tests.support.engine_ranks import Ranks
 
 
 @pytest.fixture
@@ -13,3 +17,31 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(1, tmp_path_factory.mktemp("rank")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_models import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def examples(model: Path) -> tuple[Example, ...]:
+    from tests.support.trainer_reference import some_examples
+
+    return some_examples(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from shared.errors import HoneError
 from shared.job import Job
 from shared.wire import Example, Logprobs, Mask, Optimization, TokenIds, TokenLoss
-from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
-from tests.support.tiny_models import make_tiny_model
+from tests.support.engine_ranks import SPREAD_SMALL, a_job, an_engine
 from tests.support.trainer_reference import (
     difference,
     load,
@@ -44,23 +43,6 @@ LOSSES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def rank(tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(1, tmp_path_factory.mktemp("rank")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture(scope="module")
 def examples(model) -> tuple[Example, ...]:
     """Each token has an advantage of its own, the model reads other tokens than the targets of the
@@ -78,11 +60,7 @@ def examples(model) -> tuple[Example, ...]:
 def run(job: Job, script: Sequence[Any], folder: Path) -> list[Any]:
     """Does what the script says: a pair of examples and a loss is a call, an Optimization a step.
     Returns the answers, or errors, and writes the weights at the end."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     answers: list[Any] = []
     for one in script:
         try:
@@ -244,9 +222,7 @@ def run_short_of_memory(job: Job, script: Sequence[Any], folder: Path) -> tuple[
     was refused, once more. Returns the error, and the tokens of a micro-batch afterwards."""
     import torch
 
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     first, second, how = script
     engine.forward_backward(*first)
     passes = itertools.count(1)

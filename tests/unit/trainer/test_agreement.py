@@ -11,7 +11,7 @@ import pytest
 
 from shared.errors import HoneError
 from shared.job import Job
-from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job, an_engine
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -34,7 +34,6 @@ def refusals(job: Job, broken_rank: int | None = None) -> list[str]:
     import torch.distributed as dist
 
     from services.trainer.learning.attention import DenseAttention
-    from services.trainer.zero.deepspeed_engine import start_engine
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no such kernel")
@@ -43,7 +42,7 @@ def refusals(job: Job, broken_rank: int | None = None) -> list[str]:
     if dist.get_rank() == broken_rank:
         DenseAttention.attend = broken
     try:
-        start_engine(job, torch.device("cpu")).close()
+        an_engine(job).close()
     except HoneError as error:
         refusal = error.detail
     DenseAttention.attend = whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.weights.folders import adapter_digests, digest_of
 from shared.wire import Canary, Example, Logprobs, Span, TokenIds
-from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, a_job, an_engine, train
 from tests.support.tiny_models import make_tiny_model, save_tokenizer
 from tests.support.trainer_reference import (
     EXAMPLE_WITH_A_NAN,
@@ -26,28 +25,11 @@ from tests.support.trainer_reference import (
     named,
     optimizer,
     relative,
-    some_examples,
     step,
     weights,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture(scope="module")
-def rank(tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(1, tmp_path_factory.mktemp("rank")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def examples(model):
-    return some_examples(model)
 
 
 def memory(stage: int, **settings: Any) -> dict[str, Any]:
@@ -58,23 +40,6 @@ def memory(stage: int, **settings: Any) -> dict[str, Any]:
         "deepspeed": SPREAD_SMALL if stage == 3 else {},
         **settings,
     }
-
-
-def an_engine(job: Job):
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    return start_engine(job, torch.device("cpu"))
-
-
-def train(job: Job, batches, learning_rate: float, folder: Path) -> list:
-    """Updates over `batches`; the weights after them are in `folder`."""
-    engine = an_engine(job)
-    updates = [engine.update(batch, learning_rate) for batch in batches]
-    engine.save_weights(folder)
-    engine.close()
-    return updates
 
 
 def train_and_rest(job: Job, batches, learning_rate: float, folder: Path) -> set[str]:

@@ -10,13 +10,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer.disk.checkpoints import fingerprint
 from services.trainer.zero.models import model_files
 from shared.errors import BadRequest
-from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_fakes import job_request
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def of(folder) -> str:

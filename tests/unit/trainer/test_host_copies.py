@@ -3,13 +3,9 @@ before lay."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.support.engine_ranks import Ranks, a_job
-from tests.support.tiny_models import make_tiny_model
-from tests.support.trainer_reference import some_examples
+from tests.support.engine_ranks import a_job, an_engine
 
 pytestmark = pytest.mark.engine
 
@@ -61,11 +57,7 @@ def test_the_next_copies_lie_where_the_ones_before_lay(monkeypatch):
 
 def places_of_three_steps(job, examples) -> list[list[int]]:
     """Where the blocks of an engine's copies lie after each of three training steps."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     found = []
     for _ in range(3):
         engine.update(examples, 1e-3)
@@ -77,11 +69,9 @@ def places_of_three_steps(job, examples) -> list[list[int]]:
 
 @pytest.mark.parametrize(("minibatches", "num_blocks"), [(2, 1), (1, 0)])
 def test_a_step_of_several_allocates_nothing_that_the_one_before_had_not(
-    tmp_path: Path, minibatches: int, num_blocks: int
+    rank, model, examples, minibatches: int, num_blocks: int
 ):
-    model = make_tiny_model(tmp_path / "model")
     job = a_job(model, training={"minibatches": minibatches}, memory={"zero_stage": 2})
-    with Ranks(1, tmp_path) as ranks:
-        places = ranks.call(places_of_three_steps, job, some_examples(model))
+    places = rank.call(places_of_three_steps, job, examples)
     assert places[0] == places[1] == places[2]
     assert len(places[0]) == num_blocks

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, a_job, train
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
     LEARNING_RATE,
@@ -41,34 +38,17 @@ KNOBS = {
 }
 
 
-def train(folder: Path, model: Path, examples, memory: dict) -> dict:
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    job = a_job(model, memory=memory, training={"max_grad_norm": MAX_GRAD_NORM})
-    engine = start_engine(job, torch.device("cpu"))
-    update = engine.update(examples, LEARNING_RATE)
-    engine.save_weights(folder)
-    engine.close()
-    return update.metrics
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(1, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize(
     ("tied", "names"), [(True, list(KNOBS)), (False, ["everything"])], ids=["tied", "untied"]
 )
-def test_no_memory_setting_changes_the_update(ranks, tmp_path, tied, names):
+def test_no_memory_setting_changes_the_update(rank, tmp_path, tied, names):
     model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
     examples = some_examples(model, prefix=tuple(range(20)))
     before, updates = weights(model), {}
     for name, knobs in {"plain": {}, **{name: KNOBS[name] for name in names}}.items():
-        metrics = ranks.call(train, tmp_path / name, model, examples, {**PLAIN, **knobs})
+        job = a_job(model, memory={**PLAIN, **knobs}, training={"max_grad_norm": MAX_GRAD_NORM})
+        (update,) = rank.call(train, job, [examples], LEARNING_RATE, tmp_path / name)
+        metrics = update.metrics
         updates[name] = difference(weights(tmp_path / name), before)
         assert (metrics["padding_fraction"] == 0) == ("packing" in knobs)
         shared = ("packing" in knobs and "shared_prefix" not in knobs) or name == "shared"

@@ -4,7 +4,6 @@ Margins are of frozen passes."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import pytest
 from services.trainer.learning.correction import check_pairs
 from shared.errors import BadRequest
 from shared.wire import Example
-from tests.support.engine_ranks import Ranks, a_job
-from tests.support.tiny_models import make_tiny_model
+from tests.support.engine_ranks import a_job, an_engine
 from tests.support.trainer_reference import (
     difference,
     load,
@@ -34,17 +32,6 @@ LINEAR = {"max_grad_norm": 1e-7}
 BETA = 0.3
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 def pairs(model: Path) -> tuple[Example, ...]:
     """Six pairs of answers of very different lengths."""
     found: list[Example] = []
@@ -62,11 +49,7 @@ def pairs(model: Path) -> tuple[Example, ...]:
 
 def prefer(job: Any, batch: tuple[Example, ...], folder: Path) -> list[Any]:
     """Two updates, and the log-probs after them; the weights after them are in `folder`."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     updates = [engine.update(batch, 0.1, supervised=True) for _ in range(2)]
     engine.save_weights(folder)
     told = engine.forward(batch)

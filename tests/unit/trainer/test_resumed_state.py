@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.job import Job
-from tests.support.engine_ranks import Ranks, a_job
-from tests.support.tiny_models import make_tiny_model
+from tests.support.engine_ranks import Ranks, a_job, an_engine
 from tests.support.trainer_reference import (
     difference,
     load,
@@ -32,11 +31,6 @@ def pools(tmp_path_factory) -> Iterator[dict[int, Ranks]]:
         yield {1: one, 2: two}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 def the_job(model: Path, stage: int, dtype: str) -> Job:
     return a_job(
         model,
@@ -47,11 +41,7 @@ def the_job(model: Path, stage: int, dtype: str) -> Job:
 
 def written(job: Job, examples, folder: Path) -> None:
     """Two updates, whose state is in `folder/state`, and a third, whose weights are in `folder`."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     for _ in range(2):
         engine.update(examples, RATE)
     (folder / "state").mkdir(parents=True, exist_ok=True)
@@ -63,11 +53,7 @@ def written(job: Job, examples, folder: Path) -> None:
 
 def resumed(job: Job, examples, written_in: Path, folder: Path) -> None:
     """The third update, by a new engine; what it had before is in `folder/state`."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     engine.load_state(written_in / "state")
     (folder / "state").mkdir(parents=True, exist_ok=True)
     engine.save_state(folder / "state")

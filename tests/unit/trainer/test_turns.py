@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import pytest
 
 from shared.job import Job
 from shared.wire import Example, Optimization, TokenLoss
-from tests.support.engine_ranks import Ranks, a_job
-from tests.support.tiny_models import make_tiny_model
+from tests.support.engine_ranks import a_job, an_engine
 from tests.support.trainer_reference import some_examples
 
 pytestmark = pytest.mark.engine
@@ -21,17 +20,6 @@ CALL = TokenLoss(name="importance_sampling")
 HOW = Optimization(
     learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5
 )
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -57,10 +45,7 @@ def turns(
 ) -> dict[int, list[Any]]:
     """Does the next operation of the job that `order` names, each time, on one engine. Returns each
     job's answers; the last one is the digest of all that a checkpoint has."""
-    import torch
     import torch.distributed as dist
-
-    from services.trainer.zero.deepspeed_engine import start_engine
 
     engine: Any = None
     aside: dict[int, Any] = {}
@@ -70,7 +55,7 @@ def turns(
     def turn_to(number: int) -> None:
         nonlocal engine, current
         if current != number and engine is None:
-            engine = start_engine(jobs[number], torch.device("cpu"))
+            engine = an_engine(jobs[number])
         elif current != number:
             aside[current] = engine.swap_out()  # pyright: ignore[reportArgumentType]
             engine.swap_in(jobs[number], aside.pop(number, None))
@@ -104,17 +89,13 @@ def turns(
 def steps(job: Job, examples: tuple[Example, ...], *, lost: bool) -> Any:
     """Returns what four updates did; before the last two the engine may have been lost, while the
     job was set aside with a gradient."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(job, torch.device("cpu"))
+    engine = an_engine(job)
     found = [engine.update(examples, 1e-2) for _ in range(2)]
     engine.forward_backward(examples[:4], CALL)
     if lost:
         aside = engine.swap_out()
         engine.close()
-        engine = start_engine(job, torch.device("cpu"))
+        engine = an_engine(job)
         engine.swap_in(job, aside)
     norm = engine.optim_step(HOW)
     found += [engine.update(examples, 1e-2) for _ in range(2)]
@@ -136,11 +117,7 @@ def test_a_job_that_was_set_aside_loses_nothing_with_the_engine(ranks, model, st
 def freed(jobs: Sequence[Job], examples: tuple[Example, ...], *, left: bool) -> Any:
     """Returns what the first step of the second job did, after the first one was freed in its turn,
     with a gradient `left` or without."""
-    import torch
-
-    from services.trainer.zero.deepspeed_engine import start_engine
-
-    engine = start_engine(jobs[0], torch.device("cpu"))
+    engine = an_engine(jobs[0])
     if left:
         engine.forward_backward(examples, CALL)
     engine.swap_in(jobs[1], None)
