@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shared.wire import Example
 from tests.support.tiny_models import make_tiny_model
@@ -79,13 +80,13 @@ def load(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
-def logprobs(policy, prompt, completion):
-    """Log-probs of one unpadded sequence's completion, from the model's whole logits."""
+def logprobs(policy, prompt, completion, temperature: float = TEMPERATURE, read=None):
+    """Log-probs of one unpadded sequence's completion, from the model's whole logits. `read`: the
+    tokens that the model reads in place of the completion's."""
     import torch
 
-    logits = (
-        policy(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    )
+    ids = torch.tensor([[*prompt, *(read or completion)]])
+    logits = policy(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return torch.log_softmax(logits, -1)[range(len(completion)), list(completion)]
 
 
@@ -120,7 +121,7 @@ def reference_loss(
     return total
 
 
-def optimizer(policy, learning_rate: float, weight_decay: float = 0.0):
+def optimizer(policy, learning_rate: float, weight_decay: float = 0.0, **constants: Any):
     import torch
 
     matrices = [parameter for parameter in policy.parameters() if parameter.dim() >= 2]
@@ -129,7 +130,7 @@ def optimizer(policy, learning_rate: float, weight_decay: float = 0.0):
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate)
+    return torch.optim.AdamW(groups, lr=learning_rate, **constants)
 
 
 def step(policy, adamw, loss, max_grad_norm: float) -> float:

@@ -19,7 +19,9 @@ from tests.support.engine_ranks import SPREAD_SMALL, a_job, an_engine
 from tests.support.trainer_reference import (
     difference,
     load,
+    logprobs,
     named,
+    optimizer,
     relative,
     some_examples,
     weights,
@@ -77,13 +79,9 @@ def run(job: Job, script: Sequence[Any], folder: Path) -> list[Any]:
 
 
 def logprobs_of(policy: Any, example: Example) -> Any:
-    """At temperature 1, from whole logits."""
-    import torch
-
-    read = example.context_ids or example.token_ids
-    ids = torch.tensor([[*example.prompt_token_ids, *read]])
-    logits = policy(ids).logits[0, len(example.prompt_token_ids) - 1 : -1]
-    return torch.log_softmax(logits, -1)[range(len(example.token_ids)), list(example.token_ids)]
+    return logprobs(
+        policy, example.prompt_token_ids, example.token_ids, 1.0, read=example.context_ids
+    )
 
 
 def loss_of(policy: Any, examples: Sequence[Example], loss: TokenLoss) -> Any:
@@ -114,32 +112,20 @@ def loss_of(policy: Any, examples: Sequence[Example], loss: TokenLoss) -> Any:
     return total
 
 
-def adam(policy: Any, how: Optimization) -> Any:
-    import torch
-
-    matrices = [p for p in policy.parameters() if p.dim() >= 2]
-    vectors = [p for p in policy.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": how.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=how.learning_rate, betas=(how.beta1, how.beta2), eps=how.eps
-    )
-
-
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_each_loss_and_a_step_equal_plain_torch(ranks, model, examples, tmp_path, loss):
     import torch
 
     job = a_job(model, memory={"micro_batch_tokens": 40})
-    (found, logprobs), norm = ranks.call(run, job, [(examples, loss), HOW], tmp_path)
+    (found, of_tokens), norm = ranks.call(run, job, [(examples, loss), HOW], tmp_path)
 
     policy = load(model)
-    adamw, start = adam(policy, HOW), named(policy)
+    constants = {"betas": (HOW.beta1, HOW.beta2), "eps": HOW.eps}
+    adamw = optimizer(policy, HOW.learning_rate, HOW.weight_decay, **constants)
+    start = named(policy)
     with torch.no_grad():
         expected = torch.cat([logprobs_of(policy, e) for e in examples]).tolist()
-    assert list(logprobs) == pytest.approx(expected, abs=1e-5)
+    assert list(of_tokens) == pytest.approx(expected, abs=1e-5)
     total = loss_of(policy, examples, loss)
     total.backward()
     assert found == pytest.approx(total.item(), rel=1e-5, abs=1e-5)
@@ -176,7 +162,7 @@ def test_calls_add_up_and_a_step_consumes_them(ranks, model, examples, tmp_path,
         run, job, [*((part, loss) for part in parts), HOW, *rest], tmp_path / "apart"
     )
     assert sum(total for total, _ in apart[:3]) == pytest.approx(at_once[0][0], rel=1e-5)
-    found = list(itertools.chain.from_iterable(logprobs for _, logprobs in apart[:3]))
+    found = list(itertools.chain.from_iterable(of_call for _, of_call in apart[:3]))
     assert found == pytest.approx(list(at_once[0][1]), abs=1e-5)
     assert apart[3] == pytest.approx(at_once[1], rel=1e-5)
     assert apart[5] == pytest.approx(at_once[3], rel=1e-4)

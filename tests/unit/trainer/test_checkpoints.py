@@ -227,24 +227,22 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_its_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_every", "removed"),
+    ("keep_last", "keep_every", "keep", "removed"),
     [
-        (2, 0, [1, 2, 3, 4]),
-        (1, 2, [1, 3, 5]),
-        (1, 4, [1, 2, 3, 5]),
-        (9, 0, []),
-        (1, 0, [1, 2, 3, 4, 5]),
+        (2, 0, (), [1, 2, 3, 4]),
+        (1, 2, (), [1, 3, 5]),
+        (1, 4, (), [1, 2, 3, 5]),
+        (9, 0, (), []),
+        (1, 0, (), [1, 2, 3, 4, 5]),
+        (1, 4, (2, 9), [1, 3, 5]),
     ],
 )
-def test_the_last_are_kept_and_of_older_ones_every_nth(keep_last, keep_every, removed):
+def test_the_last_are_kept_and_of_older_ones_every_nth_and_those_asked_for(
+    keep_last, keep_every, keep, removed
+):
     spec = CheckpointSpec(keep_last=keep_last, keep_every=keep_every)
-    assert expendable([1, 2, 3, 4, 5, 6], spec) == removed
+    assert expendable([1, 2, 3, 4, 5, 6], spec, keep) == removed
     assert expendable([], spec) == []
-
-
-def test_those_asked_for_are_kept_however_old():
-    spec = CheckpointSpec(keep_last=1, keep_every=4)
-    assert expendable([1, 2, 3, 4, 5, 6], spec, keep=(2, 9)) == [1, 3, 5]
 
 
 def test_old_checkpoints_are_removed_when_a_new_one_is_whole(tmp_path):

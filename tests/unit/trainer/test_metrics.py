@@ -3,6 +3,7 @@ them."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
@@ -25,18 +26,19 @@ LOG_RATIOS = [[0.0, 0.5], [-0.5], [0.5, 30.0]]
 RATIOS = [1.0, math.exp(0.5), math.exp(-0.5), math.exp(0.5), math.exp(20.0)]
 
 
-def micro_batch(first: int, end: int) -> MicroBatch:
-    return collate(
-        [
-            Example(
-                prompt_token_ids=(1,),
-                token_ids=(2,) * len(logprobs),
-                old_logprobs=tuple(logprobs),
-                advantage=advantage,
-            )
-            for logprobs, advantage in SEQUENCES[first:end]
-        ]
+EXAMPLES = [
+    Example(
+        prompt_token_ids=(1,),
+        token_ids=(2,) * len(logprobs),
+        old_logprobs=tuple(logprobs),
+        advantage=advantage,
     )
+    for logprobs, advantage in SEQUENCES
+]
+
+
+def micro_batch(first: int, end: int) -> MicroBatch:
+    return collate(EXAMPLES[first:end])
 
 
 def inputs(first: int, end: int, training: TrainingSpec) -> LossInputs:
@@ -60,6 +62,17 @@ def measured(
         metrics.add(micro_batch(first, end), x, torch.arange(len(x.logprobs_N)), torch.tensor(0.5))
         metrics.add_mismatch(micro_batch(first, end), x.logprobs_N)
     return metrics.reduce(num_minibatches)
+
+
+def mismatch(
+    examples: Sequence[Example], log_w_N: Sequence[float], version: int | None = None
+) -> dict[str, float]:
+    """The metrics of a step in which the trainer's log-probs of the examples' sampled tokens are
+    these above the sampler's -1."""
+    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION, version=version)
+    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
+    metrics.add_mismatch(collate(examples), torch.tensor(log_w_N, dtype=torch.float64) - 1)
+    return metrics.reduce()[1]
 
 
 def test_metrics_are_over_all_tokens_of_all_micro_batches(one_rank):
@@ -176,11 +189,7 @@ def test_out_of_range_is_by_the_corrections_own_weights_and_bounds(one_rank, cor
 
 def test_a_small_mismatch_by_hand(one_rank):
     # log w is 0.1, -0.2 and three times 0: k3 is e^0.1 - 1.1 and e^-0.2 - 0.8.
-    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION)
-    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
-    log_w = torch.tensor([0.1, -0.2, 0.0, 0.0, 0.0], dtype=torch.float64)
-    metrics.add_mismatch(micro_batch(0, 3), log_w - 1)
-    values = metrics.reduce()[1]
+    values = mismatch(EXAMPLES, [0.1, -0.2, 0.0, 0.0, 0.0])
     up, down = math.exp(0.1), math.exp(-0.2)
     assert values["mismatch/k3_kl"] == pytest.approx((up - 1.1 + down - 0.8) / 5)
     assert values["mismatch/token_mult_prob_error"] == pytest.approx((up + 1 / down + 3) / 5)
@@ -193,11 +202,7 @@ def test_tokens_whose_sampler_no_one_measured_are_left_out_of_the_mismatch(one_r
     # log w is 0.1 and -0.2 over the two tokens that are known; the other three are not.
     known = Example(prompt_token_ids=(1,), token_ids=(2, 2), old_logprobs=(-1, -1), advantage=1)
     unknown = Example(prompt_token_ids=(1,), token_ids=(2,) * 3, advantage=1)
-    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION)
-    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
-    log_w = torch.tensor([0.1, -0.2, 5.0, 5.0, 5.0], dtype=torch.float64)
-    metrics.add_mismatch(collate([known, unknown]), log_w - 1)
-    values = metrics.reduce()[1]
+    values = mismatch([known, unknown], [0.1, -0.2, 5.0, 5.0, 5.0])
     assert values["mismatch/logprob_diff_mean"] == pytest.approx(0.15)
     assert values["mismatch/logprob_diff_max"] == pytest.approx(0.2)
     assert values["mismatch/ratio_mean"] == pytest.approx((math.exp(0.1) + math.exp(-0.2)) / 2)
@@ -220,11 +225,7 @@ def test_each_tokens_staleness_is_by_its_own_version_by_hand(one_rank):
     unmeasured = Example(
         prompt_token_ids=(1,), token_ids=(2,), spans=(Span(version=7, start=0),), advantage=1
     )
-    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION, version=7)
-    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
-    log_w = torch.tensor([0.1, -0.3, 0.02, 0.0, 0.5, 0.9], dtype=torch.float64)
-    metrics.add_mismatch(collate([mixed, undated, unmeasured]), log_w - 1)
-    values = metrics.reduce()[1]
+    values = mismatch([mixed, undated, unmeasured], [0.1, -0.3, 0.02, 0.0, 0.5, 0.9], version=7)
     assert values["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 0) / 5)
     assert (values["staleness/max"], values["staleness/older_fraction"]) == (2.0, 2 / 5)
     assert values["mismatch/older/logprob_diff_mean"] == pytest.approx((0.1 + 0.3) / 2)
@@ -244,21 +245,14 @@ def test_a_tools_tokens_have_no_staleness(one_rank):
         spans=(Span(version=1, start=0), Span(version=2, start=2)),
         advantage=1,
     )
-    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION, version=2)
-    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
-    metrics.add_mismatch(collate([turns]), torch.tensor([-1.0, -1.0]))
-    values = metrics.reduce()[1]
+    values = mismatch([turns], [0.0, 0.0], version=2)
     assert (values["staleness/mean"], values["staleness/older_fraction"]) == (0.5, 0.5)
 
 
 def test_equal_policies_show_no_mismatch(one_rank):
-    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION)
-    x = inputs(0, 3, TrainingSpec())
-    metrics.add(micro_batch(0, 3), x, torch.ones(5), torch.tensor(0.0))
-    metrics.add_mismatch(micro_batch(0, 3), x.old_logprobs_N)
     values = {
         name.removeprefix("mismatch/"): value
-        for name, value in metrics.reduce()[1].items()
+        for name, value in mismatch(EXAMPLES, [0.0] * 5).items()
         if "mismatch" in name
     }
     assert values == {

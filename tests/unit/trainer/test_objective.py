@@ -2,13 +2,14 @@
 between two engines is not clipped."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from services.trainer.learning.batch import MicroBatch, collate
 from services.trainer.learning.correction import loss_inputs, resolve
-from services.trainer.learning.loss import Denominators, importance_ratios, total_loss
+from services.trainer.learning.loss import Denominators, LossInputs, importance_ratios, total_loss
 from shared.job import CorrectionSpec, TrainingSpec
 from shared.wire import Example
 
@@ -36,17 +37,30 @@ def on_policy(num_sequences: int) -> tuple[MicroBatch, torch.Tensor]:
     return collate(examples), logprobs_ST.flatten().requires_grad_()
 
 
+def inputs_of(
+    batch: MicroBatch,
+    logprobs_N: torch.Tensor,
+    correction: CorrectionSpec | None = None,
+    spec: TrainingSpec | None = None,
+    *,
+    max_staleness: int = 0,
+    **before: Any,
+) -> LossInputs:
+    return loss_inputs(
+        batch,
+        logprobs_N,
+        correction=resolve(correction or CorrectionSpec(), max_staleness),
+        denominators=Denominators(batch.num_sequences, 1, 1, max_tokens=LENGTH),
+        spec=spec or TrainingSpec(),
+        **before,
+    )
+
+
 def silenced(correction: CorrectionSpec) -> tuple[float, torch.Tensor]:
     """Returns the share of sequences whose gradient is zero, and the gradient `[S, T]`."""
     num_sequences = 400
     batch, logprobs_N = on_policy(num_sequences)
-    x = loss_inputs(
-        batch,
-        logprobs_N,
-        correction=resolve(correction, max_staleness=0),
-        denominators=Denominators(num_sequences, 1, 1, max_tokens=LENGTH),
-        spec=GSPO,
-    )
+    x = inputs_of(batch, logprobs_N, correction, GSPO)
     (gradient_N,) = torch.autograd.grad(total_loss(x), logprobs_N)
     gradient_ST = gradient_N.view(num_sequences, LENGTH)
     return (gradient_ST == 0).all(1).double().mean().item(), gradient_ST
@@ -72,13 +86,7 @@ def test_with_the_ratio_taken_to_the_sampler_noise_silences_a_fifth_of_sequences
 
 def test_the_first_updates_ratio_is_exactly_1_and_weights_are_taken_to_the_sampler():
     batch, logprobs_N = on_policy(4)
-    x = loss_inputs(
-        batch,
-        logprobs_N,
-        correction=resolve(CorrectionSpec(), max_staleness=1),
-        denominators=Denominators(4, 1, 1, max_tokens=LENGTH),
-        spec=TrainingSpec(),
-    )
+    x = inputs_of(batch, logprobs_N, max_staleness=1)
     assert (importance_ratios(x) == 1).all()
     expected = (logprobs_N.detach() - batch.sampler_logprobs_N).exp()
     torch.testing.assert_close(x.weights_N, expected, rtol=1e-4, atol=0)
@@ -86,14 +94,7 @@ def test_the_first_updates_ratio_is_exactly_1_and_weights_are_taken_to_the_sampl
 
 def test_later_updates_are_compared_with_the_log_probs_before_the_first():
     batch, logprobs_N = on_policy(2)
-    x = loss_inputs(
-        batch,
-        logprobs_N,
-        before_N=logprobs_N.detach() - 0.1,
-        correction=resolve(CorrectionSpec(), max_staleness=0),
-        denominators=Denominators(2, 1, 1, max_tokens=LENGTH),
-        spec=TrainingSpec(),
-    )
+    x = inputs_of(batch, logprobs_N, before_N=logprobs_N.detach() - 0.1)
     assert importance_ratios(x).tolist() == pytest.approx([math.exp(0.1)] * 1024, rel=1e-5)
 
 
@@ -101,15 +102,8 @@ def test_noise_between_the_frozen_and_the_first_training_pass_is_not_in_the_rati
     # Dropout: the first update's log-probs are not those before it; weights are of the latter.
     batch, logprobs_N = on_policy(2)
     before_N = logprobs_N.detach() - 0.1
-    x = loss_inputs(
-        batch,
-        logprobs_N,
-        before_N=before_N,
-        first=True,
-        correction=resolve(CorrectionSpec(method="token_tis", high=9.0), max_staleness=0),
-        denominators=Denominators(2, 1, 1, max_tokens=LENGTH),
-        spec=GSPO,
-    )
+    correction = CorrectionSpec(method="token_tis", high=9.0)
+    x = inputs_of(batch, logprobs_N, correction, GSPO, before_N=before_N, first=True)
     assert (importance_ratios(x) == 1).all()
     expected = (before_N - batch.sampler_logprobs_N).exp()
     torch.testing.assert_close(x.weights_N, expected, rtol=1e-4, atol=0)
@@ -122,13 +116,8 @@ def test_an_unknown_sampler_is_taken_to_be_the_trainer(base):
     unknown = Example(prompt_token_ids=(1,), token_ids=(2, 3), advantage=1.0)
     logprobs_N = torch.tensor([-2.0, -2.0, -5.0, -6.0], requires_grad=True)
     for method in ("token_tis", "sequence_tis") if base == "trainer" else ("none",):
-        x = loss_inputs(
-            collate([known, unknown]),
-            logprobs_N,
-            correction=resolve(CorrectionSpec(method=method, ratio_base=base, high=9.0), 0),
-            denominators=Denominators(2, 4, 4, max_tokens=2),
-            spec=TrainingSpec(),
-        )
+        correction = CorrectionSpec(method=method, ratio_base=base, high=9.0)
+        x = inputs_of(collate([known, unknown]), logprobs_N, correction)
         e = math.e
         ratios = [1, 1, 1, 1] if base == "trainer" else [1 / e, e, 1, 1]
         weights = [1 / e, e, 1, 1] if method == "token_tis" else [1, 1, 1, 1]

@@ -38,15 +38,20 @@ def test_tiled_scores_and_gradients_equal_those_of_torch(monkeypatch, tile, chun
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_is_that_of_the_values_to_double_precision(monkeypatch):
-    small_tiles(monkeypatch, 12)
+@pytest.mark.parametrize("tile", [1, 12])
+@pytest.mark.parametrize(
+    "cap", [None, 10.0], ids=["plain", "capped, some tokens"]
+)
+def test_the_gradient_is_that_of_the_values_to_double_precision(monkeypatch, tile, cap):
+    small_tiles(monkeypatch, tile)
     torch.manual_seed(1)
     head, targets = as_scoring_head(nn.Linear(3, 9).double()), torch.tensor([0, 8, 4, 4])
-    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    hidden = ((20 if cap else 1) * torch.randn(4, 3, dtype=torch.float64)).requires_grad_()
+    kept = CandidateTokens.of([0, 5, 4, 7], [2, 0, 2, 0]) if cap else None
 
     def logprobs(hidden, weight, bias):
         return torch.func.functional_call(
-            head, {"weight": weight, "bias": bias}, (hidden, targets, 1.3, 3)
+            head, {"weight": weight, "bias": bias}, (hidden, targets, 1.3, 3, kept, cap)
         )[0]
 
     assert torch.autograd.gradcheck(logprobs, (hidden, head.weight, head.bias))

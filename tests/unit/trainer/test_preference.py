@@ -16,6 +16,7 @@ from tests.support.engine_ranks import a_job, an_engine
 from tests.support.trainer_reference import (
     difference,
     load,
+    logprobs,
     named,
     optimizer,
     relative,
@@ -57,23 +58,12 @@ def prefer(job: Any, batch: tuple[Example, ...], folder: Path) -> list[Any]:
     return [*updates, *told]
 
 
-def load_weights(network: Any, folder: Path) -> Any:
-    from safetensors.torch import load_file
-
-    network.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-    return network
-
-
 def sums(network: Any, examples: tuple[Example, ...]):
     """The summed log-probs of each example's answer `[2, P]`, at temperature 1, from whole
     logits."""
     import torch
 
-    found = []
-    for e in examples:
-        logits = network(torch.tensor([[*e.prompt_token_ids, *e.token_ids]])).logits[0]
-        logprobs = torch.log_softmax(logits[len(e.prompt_token_ids) - 1 : -1], -1)
-        found.append(logprobs[range(len(e.token_ids)), list(e.token_ids)].sum())
+    found = [logprobs(network, e.prompt_token_ids, e.token_ids, 1.0).sum() for e in examples]
     return torch.stack(found).unflatten(0, (-1, 2)).T
 
 
@@ -116,11 +106,10 @@ def test_two_updates_equal_the_papers_loss_in_plain_torch(ranks, model, tmp_path
     ours = difference(weights(tmp_path), start)
     assert relative(ours, difference(named(policy), start)) < 1e-4
     bounds = list(itertools.accumulate((len(e.token_ids) for e in batch), initial=0))
-    trained = load_weights(policy, tmp_path)
-    for logprobs, network in ((told, trained), (told_of_reference, reference)):
+    for of_tokens, network in ((told, load(tmp_path)), (told_of_reference, reference)):
         with torch.no_grad():
             expected = sums(network, batch).T.flatten().tolist()
-        found = [sum(logprobs[start:end]) for start, end in itertools.pairwise(bounds)]
+        found = [sum(of_tokens[start:end]) for start, end in itertools.pairwise(bounds)]
         assert found == pytest.approx(expected, abs=1e-4)
 
 

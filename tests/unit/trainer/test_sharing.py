@@ -157,34 +157,26 @@ def test_an_older_attempt_of_the_job_itself_is_obeyed_no_more(
     assert raised.value.code == "stale"
 
 
+@pytest.mark.parametrize(
+    ("fault", "sharing"),
+    [("turn_fault", ("b",)), ("aside_fault", ())],
+    ids=["the next cannot begin", "the one before cannot be set aside"],
+)
 def test_a_turn_that_fails_on_one_rank_fails_on_all(
-    tmp_path: Path,
+    tmp_path: Path, fault: str, sharing: tuple[str, ...]
 ) -> None:
     group = Together(2)
     made = [make_trainer(tmp_path / str(rank), ThreadRanks(group, rank)) for rank in range(2)]
     trainers = [trainer for trainer, _ in made]
     for request in (shared("a", 5), shared("b", 7, (5,))):
         on_all(*(partial(trainer.load_job, request) for trainer in trainers))
-    made[1][1][0].turn_fault = RuntimeError("no memory")
-    errors = on_all(*(lambda t=t: do(t, "a", 1) for t in trainers))
-    assert ["no memory" in str(error) for error in errors] == [True, True]
-    assert [trainer.state().sharing for trainer in trainers] == [("b",), ("b",)]
-    assert all(
-        not isinstance(one, Exception)
-        for one in on_all(*(lambda t=t: do(t, "b", 1) for t in trainers))
-    )
-
-
-def test_what_cannot_be_set_aside_on_one_rank_is_loaded_on_none(tmp_path: Path) -> None:
-    group = Together(2)
-    made = [make_trainer(tmp_path / str(rank), ThreadRanks(group, rank)) for rank in range(2)]
-    trainers = [trainer for trainer, _ in made]
-    for request in (shared("a", 5), shared("b", 7, (5,))):
-        on_all(*(partial(trainer.load_job, request) for trainer in trainers))
-    made[1][1][0].aside_fault = RuntimeError("no memory")
+    setattr(made[1][1][0], fault, RuntimeError("no memory"))
     errors = on_all(*(partial(do, trainer, "a", 1) for trainer in trainers))
     assert ["no memory" in str(error) for error in errors] == [True, True]
-    assert [trainer.state().sharing for trainer in trainers] == [(), ()]
+    assert [trainer.state().sharing for trainer in trainers] == [sharing] * 2
+    if "b" in sharing:
+        again = on_all(*(partial(do, trainer, "b", 1) for trainer in trainers))
+        assert not any(isinstance(one, Exception) for one in again)
 
 
 def test_the_newest_attempt_is_remembered_for_restarted_ranks(
