@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fastapi._compat.v2
 import hypothesis
 import pytest
 import structlog
-from pydantic import TypeAdapter
-from pydantic.warnings import UnsupportedFieldAttributeWarning
+from fastapi.routing import APIRoute, APIRouter
+from starlette.routing import compile_path
 
 from shared.host import nvidia
 from shared.settings import Settings
@@ -40,22 +39,23 @@ hypothesis.settings.load_profile("hone")
 nvidia.hide_from_cpu_build()
 
 
-class LazyAdapter(TypeAdapter[Any]):
-    """Makes its validator when it is first used. An application has hundreds of routes, a test
-    makes up to four applications and calls a few routes of each, and validators take most of the
-    time of making one."""
+class LazyRoute(APIRoute):
+    """Is made when more than its path is first asked for. An application has hundreds of routes, a
+    test makes up to four applications and calls a few routes of each, and making a route takes most
+    of the time of making one."""
 
-    @property
-    def _defer_build(self) -> bool:
-        return True
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.path, (self.path_regex, _, _) = path, compile_path(path)
+        self._make = functools.partial(super().__init__, path, endpoint, **options)
 
-    def rebuild(self, **options: Any) -> bool | None:
-        with warnings.catch_warnings():  # as FastAPI does where it makes validators at once
-            warnings.simplefilter("ignore", UnsupportedFieldAttributeWarning)
-            return super().rebuild(**options)
+    def __getattr__(self, name: str) -> Any:
+        if "_make" not in vars(self):
+            raise AttributeError(name)
+        vars(self).pop("_make")()
+        return getattr(self, name)
 
 
-fastapi._compat.v2.TypeAdapter = LazyAdapter  # pyright: ignore
+APIRouter.__init__.__kwdefaults__["route_class"] = LazyRoute
 
 # No test depends on what the Hub has, or waits for it; it is read when its library is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
