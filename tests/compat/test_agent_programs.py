@@ -17,8 +17,8 @@ from services.orchestrator.store.store import Store
 from shared.settings import Settings
 from tests.compat.packages import ROOT, python_with
 from tests.compat.versions import pinned
-from tests.support.fuzzing import served
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
+from tests.support.running import served
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(600)]
 
@@ -48,7 +48,7 @@ async def run(
     session = open_session(sampler, **{"max_tokens": 2000, **how})
     store = Store("redis://127.0.0.1:1")
     service = create_service(settings, store, works=False, sessions=sampler.sessions)
-    async with served(service) as url:
+    async with served(service.server(0)) as url:
         given = os.environ | {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": session.api_key}
         given |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "ANONYMIZED_TELEMETRY": "False"}
         words = [str(python_with("agent-programs")), str(ROOT / "tests/compat/agent_programs.py")]

@@ -3,7 +3,6 @@ CPU, and tools whose calls no parser finds."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import re
@@ -24,7 +23,7 @@ from shared.http.service import Service
 from shared.settings import Settings
 from shared.weights.model_folder import CPU_HEAD_SIZES, cpu_limit
 from shared.wire import EnvironmentValidated, Prompt
-from tests.support.running import serve
+from tests.support.running import served
 from tests.support.scored_batches import make_job
 
 JOB = make_job()
@@ -35,14 +34,8 @@ WHY = "its attention heads have 48 dimensions"
 async def sampler(settings: Settings, **versions: str | None) -> AsyncGenerator[str]:
     """Yields the URL of a sampler that says these versions of itself."""
     service = Service("rollout", settings, version_info=lambda: dict(versions))
-    port = free_port()
-    server = service.server(port)
-    serving = asyncio.create_task(serve(server))
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        await serving
+    async with served(service.server(0)) as url:
+        yield url
 
 
 def at(settings: Settings, *urls: str) -> Settings:

@@ -30,8 +30,9 @@ from shared.wire import JobRecord, ModelRequest, ServingWeights, SubmitRequest
 from tests.contract.test_trainer_contract import OneRank
 from tests.support import orchestrator_stack, rollout_bench
 from tests.support.fake_services import FakeServices
-from tests.support.fuzzing import TIMEOUT_S, Fuzzed, fuzz, served
+from tests.support.fuzzing import TIMEOUT_S, Fuzzed, fuzz
 from tests.support.rollout_bench import RolloutBench
+from tests.support.running import served
 from tests.support.trainer_fakes import make_trainer
 
 job = orchestrator_stack.job  # a fixture
@@ -95,7 +96,7 @@ def targets(
         await store.open()
         async with fakes.running(settings) as own:
             service = create_orchestrator(own, store)
-            async with served(service) as url, Client("orchestrator", url) as client:
+            async with served(service.server(0)) as url, Client("orchestrator", url) as client:
                 body, file_id = SubmitRequest(job=job), await uploaded(url)
                 ids = [
                     (await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)).id
@@ -118,7 +119,7 @@ def targets(
                 model = {"model": f"tiny-{len(bench.engines)}"}
                 requests.put(f"{url}/model", json=model, timeout=TIMEOUT_S).raise_for_status()
 
-        async with served(bench.service) as url, Client("rollout", url) as client:
+        async with served(bench.service.server(0)) as url, Client("rollout", url) as client:
             spec = ModelRequest(model="tiny")
             await client.call("PUT", "/model", spec, ServingWeights, deadline_s=60)
             yield Fuzzed(bench.service, url, {}, hurry, wake, frozenset({"POST /reload_weights"}))
@@ -127,13 +128,13 @@ def targets(
     async def trainer() -> AsyncGenerator[Fuzzed]:
         rank = OneRank(make_trainer(tmp_path)[0])
         service = create_trainer(settings, rank.trainer, rank.run, {})
-        async with served(service) as url:
+        async with served(service.server(0)) as url:
             yield Fuzzed(service, url, {}, hurry)
 
     @contextlib.asynccontextmanager
     async def reward() -> AsyncGenerator[Fuzzed]:
         service = create_reward(settings)
-        async with served(service) as url:
+        async with served(service.server(0)) as url:
             yield Fuzzed(service, url, {}, hurry)
 
     return {"orchestrator": orchestrator, "rollout": rollout, "trainer": trainer, "reward": reward}

@@ -188,16 +188,16 @@ def test_routes_of_data_take_larger_bodies() -> None:
         ("/v1/chat/completions", 8 * MIB, codec.MSGPACK),
     ],
 )
-@pytest.mark.parametrize("value", [b"1", b"[]", b"{}"])
 async def test_json_that_takes_long_to_read_is_refused_before(
-    http: httpx.AsyncClient, path: str, most_bytes: int, kind: str, value: bytes
+    http: httpx.AsyncClient, path: str, most_bytes: int, kind: str
 ) -> None:
     """While it is read as JSON, nothing else in the process goes on: 8 MiB of "[]," take 6 s."""
-    values = b",".join([value] * ((most_bytes - 100) // (len(value) + 1)))
-    body = b'{"rollouts": [' + values + b"]}"
-    refused = await http.post(path, content=body, headers={"content-type": kind})
-    assert (refused.status_code, refused.json()["code"]) == (413, "too_large"), refused.text
-    assert "numbers, lists and tables" in refused.json()["detail"]
+    for value in (b"1", b"[]", b"{}")[: 1 if most_bytes > MIB else 3]:
+        values = b",".join([value] * ((most_bytes - 100) // (len(value) + 1)))
+        body = b'{"rollouts": [' + values + b"]}"
+        refused = await http.post(path, content=body, headers={"content-type": kind})
+        assert (refused.status_code, refused.json()["code"]) == (413, "too_large"), refused.text
+        assert "numbers, lists and tables" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize("value", [b"1", b"[]", b"{}"])

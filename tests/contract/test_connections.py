@@ -16,6 +16,7 @@ from shared.http import gate
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
+from tests.support.running import served
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +69,8 @@ async def port(
     service.operation("POST", "/checkpoints", work)
     server = service.server(0)
     server.config.http = type("Connection", (gate.Deadlines, request.param), {})
-    serving = asyncio.create_task(server._serve())  # leaves this process's signals alone
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    await serving
+    async with served(server) as url:
+        yield int(url.rpartition(":")[2])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from hone.commands.doctor import Check, examine_stack
 from shared.settings import Settings
 from tests.support.rollout_bench import RolloutBench
-from tests.support.running import serve
+from tests.support.running import served
 from tests.support.served_stack import served_stack
 
 NOBODY = "http://127.0.0.1:9"
@@ -19,27 +19,19 @@ NOBODY = "http://127.0.0.1:9"
 async def test_a_sampler_whose_engine_starts_is_no_fault(tmp_path: Path) -> None:
     bench = RolloutBench(tmp_path)
     bench.may_start.clear()
-    server = bench.service.server(0)
-    serving = asyncio.create_task(serve(server))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    starting = asyncio.create_task(bench.put())
-    while not await bench.sampler.unready():
-        await asyncio.sleep(0.001)
-    found = await sampler_at(url)
-    assert found.state == "starting"
-    assert re.fullmatch(
-        rf"{url} engine: starting the engine for 'tiny', since \d\d:\d\d:\d\d UTC \(\d+ s\)",
-        found.detail,
-    )
-    bench.may_start.set()
-    await starting
-    assert (await sampler_at(url)).state == "ok"
-    bench.engine.dead = True
-    assert (await sampler_at(url)).state == "fault"
-    server.should_exit = True
-    await serving
+    async with served(bench.service.server(0)) as url:
+        starting = asyncio.create_task(bench.put())
+        while not await bench.sampler.unready():
+            await asyncio.sleep(0.001)
+        found = await sampler_at(url)
+        assert found.state == "starting"
+        since = r"since \d\d:\d\d:\d\d UTC \(\d+ s\)"
+        assert re.fullmatch(f"{url} engine: starting the engine for 'tiny', {since}", found.detail)
+        bench.may_start.set()
+        await starting
+        assert (await sampler_at(url)).state == "ok"
+        bench.engine.dead = True
+        assert (await sampler_at(url)).state == "fault"
 
 
 async def sampler_at(url: str) -> Check:

@@ -23,6 +23,7 @@ from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
 from tests.support.in_process import in_process
+from tests.support.running import served
 
 pytestmark = pytest.mark.slow
 
@@ -109,11 +110,8 @@ class Served:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        task = asyncio.create_task(self.server._serve())  # leaves this process's signals alone
-        await until(lambda: self.server.started)
-        yield
-        self.server.should_exit = True
-        await task
+        async with served(self.server):
+            yield
 
     async def _work(self, request: CheckpointRequest) -> Checkpoint:
         self.events.append("working")

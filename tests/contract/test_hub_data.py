@@ -133,22 +133,15 @@ def _read(job: Job, settings: Settings, versions: dict[str, str]) -> Any:
 async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked_to(
     hub: DataHub, stack: Stack, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on = asyncio.Event()
-
-    async def wait(_: Any) -> None:
-        await goes_on.wait()
-
     """The last one on this Hub's data: it removes what this machine has of it."""
-    stack.fakes.fault["train_step"] = wait
+    training = stack.fakes.hold("train_step")
     first = await stack.submit()
     second = await stack.submit()
-    async with asyncio.timeout(DEADLINE_S):
-        while not stack.fakes.calls["train_step"]:
-            await asyncio.sleep(0.05)
+    await asyncio.wait_for(training.reached.wait(), DEADLINE_S)
     await asyncio.to_thread(shutil.rmtree, cache)
     hub.answers.clear()
     monkeypatch.setattr(sources, "FETCH_S", 2.0)
-    goes_on.set()
+    training.released.set()
     assert (await stack.until(first.id)).status == "succeeded"
     async with asyncio.timeout(DEADLINE_S):
         while (await stack.get(second.id)).recoveries < 2:

@@ -4,7 +4,6 @@ that is slow on demand."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,11 @@ from shared.wire import (
 )
 from tests.support.job_records import JOB
 from tests.support.rollout_bench import FakeEngine, RolloutBench
+from tests.support.running import served
 
 pytestmark = pytest.mark.slow
 
 WHO: dict[str, Any] = {"job_id": "demo-1", "attempt": 1, "epoch": 1}
-
-
-@contextlib.asynccontextmanager
-async def listening(bench: RolloutBench) -> AsyncGenerator[str]:
-    server = bench.service.server(0)
-    task = asyncio.create_task(server._serve())
-    while not server.started:
-        await asyncio.sleep(0.001)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
 
 
 class Joining:
@@ -94,7 +81,8 @@ async def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGener
     monkeypatch.setattr(pool, "LOOK_AT_AWAY_S", 0.01)
     monkeypatch.setattr(discovery, "DISCOVER_S", 0.01)
     joining = Joining(tmp_path)
-    async with listening(joining.first) as first, listening(joining.second) as second:
+    servers = joining.first.service.server(0), joining.second.service.server(0)
+    async with served(servers[0]) as first, served(servers[1]) as second:
         joining.urls.append(first)
         await joining.pool.open(ModelRequest(**WHO, model="tiny"))
         assert await joining.push(1) == ["first"]

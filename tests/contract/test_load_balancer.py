@@ -4,7 +4,6 @@ operations."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 
@@ -15,6 +14,7 @@ from shared.http.service import Service, request_key
 from shared.settings import Settings
 from shared.wire import Aborted, NoBody
 from tests.support.proxy import round_robin
+from tests.support.running import served
 
 pytestmark = pytest.mark.slow
 
@@ -27,20 +27,7 @@ class Worker:
         self.may_end = asyncio.Event()
         self._service = Service("reward", settings)
         self._service.operation("POST", "/work", self._work)
-        self._server = self._service.server(0)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        self._task = asyncio.create_task(self._server._serve())
-        while not self._server.started:
-            await asyncio.sleep(0.001)
-        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        assert self._task
-        self._server.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        self.server = self._service.server(0)
 
     def num_requests(self) -> float:
         samples = [s for m in self._service.registry.collect() for s in m.samples]
@@ -57,9 +44,10 @@ async def test_polls_that_land_elsewhere_lose_no_work_and_do_not_flood(
     settings: Settings, count: int
 ) -> None:
     workers = (Worker(settings), Worker(settings))
-    urls = [await worker.start() for worker in workers]
     async with (
-        round_robin(*urls) as url,
+        served(workers[0].server) as first,
+        served(workers[1].server) as second,
+        round_robin(first, second) as url,
         Client("reward", url, patience_s=20.0) as client,
         asyncio.timeout(90),
     ):
@@ -78,8 +66,6 @@ async def test_polls_that_land_elsewhere_lose_no_work_and_do_not_flood(
         for worker in workers:
             worker.may_end.set()
         answers = await asyncio.gather(*calls)
-    for worker in workers:
-        await worker.stop()
     assert [answer.num_requests for answer in answers] == [1] * count
     assert all(worker.done[key] <= 1 for worker in workers for key in keys)
     assert asked <= 25 * count * seconds

@@ -17,16 +17,11 @@ from shared.errors import Unavailable
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import (
-    EventList,
-    JobList,
-    JobRecord,
-    SubmitRequest,
-    TrainStepRequest,
-)
+from shared.wire import EventList, JobList
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_process import orchestrator_process
+from tests.support.orchestrator_stack import submit
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -78,21 +73,13 @@ async def test_lists_are_fast_and_followers_miss_nothing(
 ) -> None:
     fakes, store = FakeServices(settings), Store(redis_url)
     queries = ("", "status=queued&metadata[team]=t7", "limit=1000")
-    reached, released = asyncio.Event(), asyncio.Event()
-
-    async def hold(body: TrainStepRequest) -> None:
-        if body.step == NUM_STEPS // 2:
-            reached.set()
-            await released.wait()
-
-    fakes.fault["train_step"] = hold
+    halfway = fakes.hold("train_step", lambda body: body.step == NUM_STEPS // 2)
     async with (
         fakes.running(settings) as own,
         orchestrator_process(own, redis_url) as orchestrator,
     ):
         client, url = orchestrator.client, orchestrator.url
-        body = SubmitRequest(job=job.model_copy(update={"steps": NUM_STEPS}))
-        first = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        first = await submit(client, job.model_copy(update={"steps": NUM_STEPS}))
         for number in range(NUM_JOBS):
             tagged = job.model_copy(update={"metadata": {"team": f"t{number % 10}"}})
             await store.submit(Submission(tagged, settings.runs_dir))
@@ -101,12 +88,12 @@ async def test_lists_are_fast_and_followers_miss_nothing(
             asyncio.create_task(follow(url, first.id, random.Random(number), ids))
             for number, ids in enumerate(found)
         ]
-        await reached.wait()
+        await halfway.reached.wait()
         so_far = await all_events(client, first.id)
         while not all(ids == so_far for ids in found):
             await asyncio.sleep(0.1)
         seconds = [await list_s(client, query) for query in queries]
-        released.set()
+        halfway.released.set()
         connections = sum(await asyncio.gather(*following))
         events = await all_events(client, first.id)
     await store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -38,14 +39,19 @@ BODIES = {
 }
 
 
+@functools.cache
+def document_of(name: str) -> dict[str, Any]:
+    return SERVICES[name](Settings()).app.openapi()
+
+
 @pytest.fixture(params=SERVICES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def document(name: str, settings: Settings) -> dict[str, Any]:
-    return SERVICES[name](settings).app.openapi()
+def document(name: str) -> dict[str, Any]:
+    return document_of(name)
 
 
 def references(node: Any) -> Iterator[str]:
@@ -110,18 +116,18 @@ def test_examples_of_a_body_are_valid(document: dict[str, Any]) -> None:
             getattr(wire, name).model_validate(example)
 
 
-def test_examples_are_of_the_bodies_that_people_send(settings: Settings) -> None:
+def test_examples_are_of_the_bodies_that_people_send() -> None:
     found = {
         name
-        for make in SERVICES.values()
-        for name, schema in make(settings).app.openapi()["components"]["schemas"].items()
+        for service in SERVICES
+        for name, schema in document_of(service)["components"]["schemas"].items()
         if "examples" in schema
     }
     assert found == {"SubmitRequest", "PushedGroup", "ScoreRequest", "GenerateRequest"}
 
 
-def test_a_query_says_what_it_answers(settings: Settings) -> None:
-    paths = SERVICES["trainer"](settings).app.openapi()["paths"]
+def test_a_query_says_what_it_answers() -> None:
+    paths = document_of("trainer")["paths"]
     answer = paths["/state"]["get"]["responses"]["200"]["content"]["application/json"]
     assert answer["schema"] == {"$ref": "#/components/schemas/TrainerState"}
 

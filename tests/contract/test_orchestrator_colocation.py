@@ -39,18 +39,18 @@ async def order(stack: Stack) -> AsyncGenerator[list[str]]:
 
 
 async def test_the_sampler_sleeps_before_each_step_and_wakes_with_its_weights(
-    stack: Stack, job: Job, order: list[str]
+    stack: Stack, order: list[str]
 ) -> None:
-    record = await stack.until((await stack.submit(job)).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 0)
     step = ["sleep", "train_step", "publish", "reload"]
     assert order == ["model", "sleep", "job", "publish", "reload", *step * 8]
 
 
 async def test_a_change_that_needs_another_gpu_is_refused_when_the_job_is_resumed(
-    stack: Stack, job: Job
+    stack: Stack,
 ) -> None:
-    paused = await stack.submit(job)
+    paused = await stack.submit()
     await stack.post(f"{paused.id}/pause")
     await stack.until(paused.id, "paused")
     with pytest.raises(BadRequest, match=r"HONE_COLOCATE is set.*got memory.zero_stage 3"):
@@ -58,9 +58,7 @@ async def test_a_change_that_needs_another_gpu_is_refused_when_the_job_is_resume
     assert (await stack.get(paused.id)).status == "paused"
 
 
-async def test_a_sampler_that_dies_asleep_is_loaded_again(
-    stack: Stack, job: Job, order: list[str]
-) -> None:
+async def test_a_sampler_that_dies_asleep_is_loaded_again(stack: Stack, order: list[str]) -> None:
     died: list[int] = []
 
     async def dies(body: object) -> None:
@@ -70,7 +68,7 @@ async def test_a_sampler_that_dies_asleep_is_loaded_again(
             stack.fakes.serving = stack.fakes.serving.model_copy(update={"model": None})
 
     stack.fakes.fault["train_step"] = dies
-    record = await stack.until((await stack.submit(job)).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 1)
     again = order[order.index("train_step") :]
     recovery = ["model", "sleep", "job", "publish", "reload"]

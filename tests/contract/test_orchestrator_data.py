@@ -236,7 +236,9 @@ async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
         (shape | {"messages": messages}, "user w7 ", " w9 <eos>", 7),
         (shape | {"template": "w7 {{ q }}"}, "w7 ", "", 5),
     ):
-        job = with_data(stack.job, **data).model_copy(update={"model": str(model)})  # noqa: F811
+        sampling = stack.job.sampling.model_copy(update={"prompts_per_step": 6})
+        changes = {"model": str(model), "sampling": sampling}
+        job = with_data(stack.job, **data).model_copy(update=changes)  # noqa: F811
         tried = await stack.client.call(
             "POST", "/v1/jobs/dry_run", SubmitRequest(job=job), DryRun, deadline_s=60
         )
@@ -327,24 +329,15 @@ async def test_a_job_whose_data_changed_is_paused_by_name_until_it_is_back(
 ) -> None:
     path = tmp_path / "train.jsonl"
     before = path.read_text()
-    running = asyncio.Event()
-    go_on = asyncio.Event()
-
-    async def block(body: Any) -> None:
-        if body.step == 3:
-            running.set()
-            await go_on.wait()
-
-    stack.fakes.fault["train_step"] = block
+    step_3 = stack.fakes.hold("train_step", lambda body: body.step == 3)
     record = await stack.submit()
-    await asyncio.wait_for(running.wait(), 60)
+    await step_3.arrival()
     await stack.post(f"{record.id}/pause")
     await stack.until(record.id, "paused")
     path.write_text(before + json.dumps({"prompt": "new", "answer": 1}) + "\n")
-    go_on.set()
+    step_3.released.set()
     stack.fakes.fault.clear()
     await stack.post(f"{record.id}/resume")
-    await asyncio.sleep(0)
     paused = await stack.until(record.id, "paused")
     assert f"dataset '{path}' has changed since the job was submitted" in (paused.error or "")
     assert f"`hone resume {record.id}` continues from there" in (paused.error or "")

@@ -21,10 +21,7 @@ from shared.errors import Conflict
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import (
-    JobRecord,
-    SubmitRequest,
-)
+from shared.wire import JobRecord
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import (
@@ -33,6 +30,7 @@ from tests.support.orchestrator_stack import (
     finish,
     orchestrator,
     orchestrator_client,
+    submit,
     until_ended,
     until_noted,
 )
@@ -59,12 +57,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(
     settings = settings.model_copy(update={"lease_s": 5.0})
     async with fakes.running(settings) as settings:
         async with orchestrator_client(settings, redis_url) as client:
-            record = await client.call(
-                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
-            )
-            waiting = await client.call(
-                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
-            )
+            record, waiting = await submit(client, job), await submit(client, job)
             await asyncio.wait_for(reached.wait(), 60)
         await asyncio.sleep(0.3)
         async with orchestrator_client(settings, redis_url) as client:
@@ -127,20 +120,12 @@ async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(
     """With a lease of 30 s, another one continues at once; the step under way is not trained
     twice."""
     fakes = FakeServices(settings)
-    reached, released = asyncio.Event(), asyncio.Event()
-
-    async def block(body: Any) -> None:
-        if body.step == 3:
-            reached.set()
-            await released.wait()
-
-    fakes.fault["train_step"] = block
+    step_3 = fakes.hold("train_step", lambda body: body.step == 3)
     async with fakes.running(settings) as settings:
         async with orchestrator_client(settings, redis_url, stopped=True) as client:
-            body = SubmitRequest(job=job)
-            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
-            await asyncio.wait_for(reached.wait(), 60)
-        released.set()
+            record = await submit(client, job)
+            await step_3.arrival()
+        step_3.released.set()
         async with orchestrator(settings, redis_url) as (store, _):
             async with asyncio.timeout(90):
                 while (found := await store.get(record.id)).attempts < 2:
@@ -166,8 +151,7 @@ async def test_the_event_of_a_step_that_a_crash_left_out_is_there_after_it(
 
             store.report = cut_off  # type: ignore[method-assign]
             client = Client("orchestrator", "http://localhost", transport=transport)
-            body = SubmitRequest(job=job)
-            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+            record = await submit(client, job)
             await asyncio.wait_for(cut.wait(), 60)
         folder = RunFolder(Path(record.run_dir))
         assert [row.step for row in folder.metrics()] == [0, 1, 2, 3, 4], "written, not yet said"
@@ -195,16 +179,12 @@ async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack)
 
     stack.settings.__dict__["lease_s"] = 3600.0
     stack.fakes.fault["generate"] = slip_in
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.attempts) == ("succeeded", 2), "no one waited for the lease"
     stored = stack.folder(record.id).batch(4)
     assert stored.groups == stack.folder(record.id).batch(3).groups, "what was there first"
-    (why,) = [
-        each.message
-        for each in await stack.events(record.id)
-        if each.level == "warning" and "finding" not in each.data
-    ]
-    assert why.startswith("another batch of step 4 is stored in ")
+    (why,) = await stack.warnings(record.id)
+    assert why.message.startswith("another batch of step 4 is stored in ")
 
 
 async def test_a_job_that_is_superseded_again_and_again_pauses(
@@ -217,22 +197,14 @@ async def test_a_job_that_is_superseded_again_and_again_pauses(
         raise Conflict("attempt 1 of job 'a' was superseded by 2", code="stale")
 
     stack.fakes.fault["train_step"] = refuse
-    record = await stack.until((await stack.submit()).id, "paused")
+    record = await stack.run("paused")
     assert (record.attempts, record.step) == (3, 0)
     assert record.error is not None and record.error.startswith("gave up after 3 attempts in a row")
-    warnings = [
-        each.message
-        for each in await stack.events(record.id)
-        if each.level == "warning" and "finding" not in each.data
-    ]
-    assert (
-        warnings
-        == [
-            "attempt 1 of job 'a' was superseded by 2; does another stack use the same trainer or "
-            "samplers?"
-        ]
-        * 3
+    said = (
+        "attempt 1 of job 'a' was superseded by 2; does another stack use the same trainer or "
+        "samplers?"
     )
+    assert [warning.message for warning in await stack.warnings(record.id)] == [said] * 3
 
 
 async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(

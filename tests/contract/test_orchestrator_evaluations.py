@@ -127,7 +127,7 @@ async def test_the_same_evaluation_again_draws_the_same_completions(stack: Stack
     same = of_both[1].differences["reward"]
     assert (same.mean, same.high) == (0, None)
     other = evaluation(stack.job, GOOD, evaluation=sampled).model_copy(update={"seed": 5})
-    record = await stack.until((await stack.submit(other)).id)
+    record = await stack.run(job=other)
     assert report_of(record).sets[0].models[0].metrics != of_both[0].metrics
 
 
@@ -282,7 +282,7 @@ async def test_a_paused_job_stays_an_evaluation_of_the_same_models_or_a_training
 
 
 async def test_a_checkpoint_stays_while_a_job_that_evaluates_it_waits(stack: Stack) -> None:
-    ended = await stack.until((await stack.submit()).id)
+    ended = await stack.run()
     step_4, step_8 = (f"{ended.run_dir}/checkpoints/step-00000{step}" for step in (4, 8))
     job = evaluation(stack.job, "owner/other", step_4, step_8)
     waiting = await stack.store.submit(Submission(job, stack.settings.runs_dir))

@@ -14,7 +14,6 @@ from services.orchestrator.extensions import trackers as tracking
 from shared.errors import BadRequest, Failed, StateLost, Unavailable
 from shared.job import Job, WandbSpec
 from shared.wire import (
-    Event,
     FolderWeights,
     GenerateRequest,
     RolloutGroup,
@@ -48,12 +47,7 @@ def raising(error: Exception) -> Callable[[], None]:
 
 
 async def warnings(stack: Stack, job_id: str) -> list[str]:
-    events: list[Event] = [*await stack.events(job_id)]
-    return [
-        event.message
-        for event in events
-        if event.level == "warning" and "finding" not in event.data
-    ]
+    return [warning.message for warning in await stack.warnings(job_id)]
 
 
 # --- weights that do not arrive
@@ -73,7 +67,7 @@ def garble(stack: Stack, times: int, version: int = 3) -> None:
 
 async def test_a_digest_that_differs_once_costs_one_warning(stack: Stack) -> None:
     garble(stack, 1)
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 0)
     assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
     assert await warnings(stack, record.id) == [
@@ -84,7 +78,7 @@ async def test_a_digest_that_differs_once_costs_one_warning(stack: Stack) -> Non
 
 async def test_a_digest_that_differs_twice_is_recovered_from(stack: Stack) -> None:
     garble(stack, 2)
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert [ref.epoch for ref in stack.fakes.reloads if ref.version == 3] == [1, 1, 2, 2]
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
@@ -110,7 +104,7 @@ async def test_an_engine_that_dies_in_the_middle_of_a_sync_is_loaded_again(
             raise error
 
     stack.fakes.fault["reload"] = dead_until_loaded
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert stack.fakes.calls["model"] == 2
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
@@ -216,7 +210,9 @@ async def test_a_prompt_that_cannot_be_sampled_is_counted_and_stops_nothing(stac
     graded: list[int] = []
     grade = stack.fakes.grade
     stack.fakes.grade = lambda item: (graded.append(item.num_tokens or 0), grade(item))[1]
-    record = await stack.until((await stack.submit()).id)
+    sampling = stack.job.sampling.model_copy(update={"prompts_per_step": 6})
+    submitted = stack.job.model_copy(update={"sampling": sampling})
+    record = await stack.run(job=submitted)
     assert record.status == "succeeded" and await warnings(stack, record.id) == []
     folder = stack.folder(record.id)
     rows = folder.metrics()
@@ -243,7 +239,7 @@ async def test_a_wandb_that_is_unreachable_costs_two_warnings_and_no_job(
 
     monkeypatch.setattr(tracking, "begin_wandb", begin)
     submitted = stack.job.model_copy(update={"wandb": WandbSpec(project="p")})
-    record = await stack.until((await stack.submit(submitted)).id)
+    record = await stack.run(job=submitted)
     assert record.status == "succeeded" and set(begun) == {record.id}
     assert len(begun) >= 8, "it is tried again at each step"
     first, at_the_end = await warnings(stack, record.id)
@@ -277,7 +273,7 @@ async def test_a_group_of_other_versions_than_asked_for_is_sampled_again(
     """Older than the bound, or newer than what the step is taken from: another life's."""
     age(stack, 2, by)
     submitted = quiet(stack.job).model_copy(update={"max_staleness": max_staleness})
-    record = await stack.until((await stack.submit(submitted)).id)
+    record = await stack.run(job=submitted)
     assert record.status == "succeeded"
     folder = stack.folder(record.id)
     for step in range(1, 9):
@@ -299,7 +295,7 @@ async def test_a_group_of_other_versions_than_asked_for_is_sampled_again(
 
 async def test_a_sampler_that_never_has_the_versions_asked_for_pauses_the_job(stack: Stack) -> None:
     age(stack, 1_000_000, 2)
-    paused = await stack.until((await stack.submit(quiet(stack.job))).id, "paused", "failed")
+    paused = await stack.run("paused", "failed", job=quiet(stack.job))
     assert paused.status == "paused" and paused.error is not None
     assert paused.error.startswith(
         "step 5: the sampler was asked for versions 4 to 4 and sampled with [2], 3 times; "
@@ -319,7 +315,7 @@ async def test_nothing_that_was_asked_for_before_a_rewind_is_joined_after_it(sta
         1, lambda body: body.step == 5, stack.fakes.restart_trainer
     )
     submitted = quiet(stack.job).model_copy(update={"max_staleness": 2})
-    record = await stack.until((await stack.submit(submitted)).id)
+    record = await stack.run(job=submitted)
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert {body.job_id for body in bodies} == {record.id}
     assert [body.epoch for body in bodies] == sorted(body.epoch for body in bodies)
@@ -354,16 +350,9 @@ async def test_a_superseded_worker_stops_and_gives_back_the_lease_that_it_has(
 
 @pytest.mark.parametrize("action", ["cancel", "pause"])
 async def test_what_a_stopped_job_has_under_way_is_aborted(stack: Stack, action: str) -> None:
-    reached = asyncio.Event()
-
-    async def hang(_: GenerateRequest) -> None:
-        if stack.fakes.step == 3:
-            reached.set()
-            await asyncio.sleep(60)
-
-    stack.fakes.fault["generate"] = hang
+    sampling = stack.fakes.hold("generate", lambda _: stack.fakes.step == 3)
     job_id = (await stack.submit(quiet(stack.job))).id
-    await reached.wait()
+    await sampling.arrival()
     await stack.post(f"{job_id}/{action}")
     await stack.until(job_id, "cancelled", "paused")
     async with asyncio.timeout(90):
@@ -371,10 +360,10 @@ async def test_what_a_stopped_job_has_under_way_is_aborted(stack: Stack, action:
             await asyncio.sleep(0.02)
     (abort,) = stack.fakes.aborted
     assert (abort.job_id, abort.fence) == (job_id, stack.fakes.reloads[-1].fence)
-    stack.fakes.fault.clear()
+    sampling.released.set()
 
 
 async def test_a_sampler_that_cannot_abort_keeps_no_one_waiting(stack: Stack) -> None:
     stack.fakes.fault["abort"] = first(9, lambda _: True, raising(Failed("no")))
-    assert (await stack.until((await stack.submit()).id)).status == "succeeded"
-    assert (await stack.until((await stack.submit()).id)).status == "succeeded"
+    assert (await stack.run()).status == "succeeded"
+    assert (await stack.run()).status == "succeeded"

@@ -24,12 +24,17 @@ from shared.wire import (
     Part,
     RolloutGroup,
     ScoreItem,
-    SubmitRequest,
     TrainStepRequest,
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import finish, orchestrator, orchestrator_client, until_ended
+from tests.support.orchestrator_stack import (
+    finish,
+    orchestrator,
+    orchestrator_client,
+    submit,
+    until_ended,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +53,8 @@ async def fakes(settings: Settings) -> AsyncGenerator[tuple[FakeServices, Settin
 def small(job: Job, **changes: Any) -> Job:
     """A job of few steps that is not evaluated, and draws the same samples each time."""
     data = job.data.model_copy(update={"eval": None})
-    sampling = job.sampling.model_copy(update={"repeatable": True})
+    more = {"repeatable": True, "prompts_per_step": PROMPTS}
+    sampling = job.sampling.model_copy(update=more)
     changes = {"steps": STEPS, "data": data, "sampling": sampling, **changes}
     return job.model_copy(update=changes)
 
@@ -75,8 +81,7 @@ async def killed(
     been sampled by then, so many, are on disk; its lease ends with it."""
     async with orchestrator(settings, redis_url) as (store, transport):
         client = Client("orchestrator", "http://localhost", transport=transport)
-        body = SubmitRequest(job=job)
-        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        record = await submit(client, job)
         await asyncio.wait_for(when.wait(), 60)
         async with asyncio.timeout(90):
             while _num_on_disk(record) != num_groups:
@@ -190,11 +195,8 @@ async def test_a_damaged_group_is_named_and_sampled_again(
     async with orchestrator(settings, redis_url) as (store, _):
         await until_ended(store, record.id)
         events = await store.events(record.id, "0")
-    assert [
-        event.message
-        for event in events
-        if event.level == "warning" and "finding" not in event.data
-    ] == [
+    warnings = [event for event in events if event.level == "warning"]
+    assert [event.message for event in warnings if "finding" not in event.data] == [
         f"step 1: the file of groups {str(first)!r} is damaged: its checksum differs; "
         "its groups are sampled again"
     ]

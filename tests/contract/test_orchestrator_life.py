@@ -29,7 +29,7 @@ job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 async def test_a_job_runs_to_its_end_and_leaves_everything_in_its_folder(
     stack: Stack, tmp_path: Path
 ) -> None:
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.step, record.error) == ("succeeded", 8, None)
     assert (
         record.summary is not None
@@ -115,16 +115,14 @@ async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_second
     assert again.status_code == 200
     blocked.set()
     stack.fakes.fault.clear()
-    assert (await stack.until((await stack.submit()).id)).status == "succeeded", (
-        "the worker is free again"
-    )
+    assert (await stack.run()).status == "succeeded", "the worker is free again"
 
 
 @pytest.mark.slow
 async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_for(
     stack: Stack,
 ) -> None:
-    kept, removed = [await stack.until((await stack.submit()).id) for _ in range(2)]
+    kept, removed = [await stack.run() for _ in range(2)]
     for record, query, files in ((kept, "", False), (removed, "?files=true", True)):
         for _ in range(2):
             response = await stack.http.delete(f"/v1/jobs/{record.id}{query}")
@@ -140,15 +138,9 @@ async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_fo
 
 
 async def test_a_job_that_has_not_ended_is_not_deleted(stack: Stack) -> None:
-    training, blocked = asyncio.Event(), asyncio.Event()
-
-    async def train(_: object) -> None:
-        training.set()
-        await blocked.wait()
-
-    stack.fakes.fault["train_step"] = train
+    training = stack.fakes.hold("train_step")
     running, queued = (await stack.submit()).id, (await stack.submit()).id
-    await asyncio.wait_for(training.wait(), 60)
+    await training.arrival()
     for job_id, status in ((running, "running"), (queued, "queued")):
         response = await stack.http.delete(f"/v1/jobs/{job_id}?files=true")
         assert response.status_code == 409
@@ -156,7 +148,7 @@ async def test_a_job_that_has_not_ended_is_not_deleted(stack: Stack) -> None:
     assert stack.folder(running).path.exists()
     await stack.post(f"{queued}/cancel")
     assert (await stack.http.delete(f"/v1/jobs/{queued}")).status_code == 200
-    blocked.set()
+    training.released.set()
 
 
 async def test_prometheus_hears_how_many_jobs_run_and_wait(stack: Stack) -> None:

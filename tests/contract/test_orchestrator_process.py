@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,10 @@ from shared.errors import Unavailable
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_process import orchestrator_process, start
+from tests.support.orchestrator_stack import submit
 
 pytestmark = pytest.mark.slow
 
@@ -27,22 +26,16 @@ job = orchestrator_stack.job  # a fixture
 async def test_sigterm_frees_job_and_trainer_at_once_though_followers_are_connected(
     settings: Settings, redis_url: str, job: Job
 ) -> None:
-    fakes, reached, released = FakeServices(settings), asyncio.Event(), asyncio.Event()
-
-    async def block(_: Any) -> None:
-        reached.set()
-        await released.wait()
-
-    fakes.fault["train_step"] = block
+    fakes = FakeServices(settings)
+    training = fakes.hold("train_step")
     async with (
         fakes.running(settings) as settings,
         orchestrator_process(settings, redis_url) as running,
     ):
         client = running.client
-        body = SubmitRequest(job=job)
-        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        record = await submit(client, job)
         follower = asyncio.create_task(_follow(client, record.id))
-        await asyncio.wait_for(reached.wait(), 60)
+        await training.arrival()
         running.process.send_signal(signal.SIGTERM)
         store = Store(redis_url)
         async with asyncio.timeout(4):  # less than the grace of requests, far less than the lease
@@ -51,7 +44,7 @@ async def test_sigterm_frees_job_and_trainer_at_once_though_followers_are_connec
             assert await store.take("another", resource(settings.trainer_url), 30) is not None
         assert await asyncio.wait_for(running.process.wait(), 60) in (0, -signal.SIGTERM)
         await asyncio.wait_for(follower, 60)
-        released.set()
+        training.released.set()
         await store.close()
 
 

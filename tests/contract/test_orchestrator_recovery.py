@@ -15,7 +15,7 @@ from services.orchestrator.samplers import clients
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http import connecting
 from shared.job import CheckpointSpec, Job
-from shared.wire import Event, ServingWeights
+from shared.wire import ServingWeights
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -53,21 +53,13 @@ def away(stack: Stack, route: str, times: int) -> Callable[[Any], Any]:
     return fault
 
 
-async def warnings(stack: Stack, job_id: str) -> list[Event]:
-    return [
-        event
-        for event in await stack.events(job_id)
-        if event.level == "warning" and "finding" not in event.data
-    ]
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
 async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date(
     stack: Stack, max_staleness: int
 ) -> None:
     stack.fakes.fault["train_step"] = once(6, stack.fakes.restart_trainer)
     submitted = checkpointing(stack.job, 3).model_copy(update={"max_staleness": max_staleness})
-    record = await stack.until((await stack.submit(submitted)).id)
+    record = await stack.run(job=submitted)
     assert (record.status, record.step, record.recoveries, record.error) == (
         "succeeded",
         8,
@@ -82,7 +74,7 @@ async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date
     epochs = [ref.epoch for ref in stack.fakes.reloads]
     assert epochs == [1] * 6 + [2] * 6, "back from version 5 to 3 is another life of the weights"
     assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
-    (warning,) = await warnings(stack, record.id)
+    (warning,) = await stack.warnings(record.id)
     assert warning.message == (
         "the trainer is at another step (got step 6, expected 4); loading the job again (recovery "
         "1 of 3)"
@@ -102,7 +94,7 @@ async def test_replayed_steps_train_on_what_was_sampled_the_first_time(stack: St
     stack.fakes.fault["train_step"] = remember
     for every, replays in ((3, [1, 1, 1, 2, 2, 1, 1, 1]), (0, [2, 2, 2, 2, 2, 1, 1, 1])):
         seen.clear()
-        record = await stack.until((await stack.submit(checkpointing(stack.job, every))).id)
+        record = await stack.run(job=checkpointing(stack.job, every))
         assert record.status == "succeeded" and [len(seen[step]) for step in range(1, 9)] == replays
         for first, *_, last in ([*bodies, bodies[-1]] for bodies in seen.values()):
             assert (first.step, first.examples, first.totals) == (
@@ -118,9 +110,9 @@ async def test_the_events_say_what_killed_a_trainer(stack: Stack) -> None:
         stack.fakes.restart_trainer()
 
     stack.fakes.fault["train_step"] = once(6, is_killed)
-    record = await stack.until((await stack.submit(checkpointing(stack.job, 3))).id)
+    record = await stack.run(job=checkpointing(stack.job, 3))
     assert record.status == "succeeded"
-    _, killed = await warnings(stack, record.id)
+    _, killed = await stack.warnings(record.id)
     assert killed.message == f"the trainer was started again: {stack.fakes.last_failure}"
     said = [event.message for event in await stack.events(record.id)]
     assert any("resumed at step 3: steps 4 to 5 are trained again" in each for each in said)
@@ -140,7 +132,7 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
         "make sure that it works (`hone doctor` shows how the services are), "
         f"then `hone resume {job_id}` continues from there"
     )
-    assert len(await warnings(stack, job_id)) == 3 + 1
+    assert len(await stack.warnings(job_id)) == 3 + 1
     await stack.post(f"{job_id}/resume")
     done = await stack.until(job_id)
     assert (done.status, done.recoveries) == ("succeeded", 0)
@@ -157,15 +149,15 @@ async def test_progress_counts_recoveries_again(stack: Stack) -> None:
             raise Failed("rank 0: connection closed by peer")
 
     stack.fakes.fault["train_step"] = fail
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 5)
-    messages = [event.message for event in await warnings(stack, record.id)]
+    messages = [event.message for event in await stack.warnings(record.id)]
     assert all(message.endswith("(recovery 1 of 3)") for message in messages)
 
 
 async def test_a_trainer_that_lost_everything_is_given_the_job_again(stack: Stack) -> None:
     stack.fakes.fault["train_step"] = once(5, stack.fakes.lose_trainer)
-    record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
+    record = await stack.run(job=checkpointing(stack.job, 2))
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
@@ -179,7 +171,7 @@ async def test_a_sampler_that_lost_its_weights_is_given_them_again(stack: Stack)
             lose()
 
     stack.fakes.fault["generate"] = forget
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert stack.fakes.calls["model"] == 2 and [
         request.step for request in stack.fakes.trained
@@ -212,7 +204,7 @@ async def test_a_job_whose_service_stays_unreachable_pauses_once_the_operator_sa
 ) -> None:
     stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=1.0)
     stack.fakes.fault["job"] = away(stack, "job", 1_000_000)
-    paused = await stack.until((await stack.submit()).id, "paused", "failed")
+    paused = await stack.run("paused", "failed")
     assert paused.status == "paused" and paused.error is not None
     assert paused.error.startswith("the service has no GPU; it has waited for 1 s, ")
 
@@ -243,7 +235,7 @@ async def test_a_reward_service_that_is_slow_to_check_a_job_that_begins_is_waite
 
     monkeypatch.setattr(clients, "VALIDATE_DEADLINE_S", 0.5)
     stack.fakes.fault["validate"] = validate
-    done = await stack.until((await stack.submit()).id, "paused", "failed", "succeeded")
+    done = await stack.run("paused", "failed", "succeeded")
     assert (done.status, done.recoveries, done.error) == ("succeeded", 3, None)
 
 
@@ -268,9 +260,9 @@ async def test_followers_are_told_who_is_unreachable_since_when_and_who_is_back(
 ) -> None:
     monkeypatch.setattr(connecting, "AWAY_S", 0.2)
     stack.fakes.fault["train_step"] = away(stack, "train_step", 3)
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 0)
-    (gone,) = await warnings(stack, record.id)
+    (gone,) = await stack.warnings(record.id)
     since = time.strftime("%H:%M", time.gmtime(gone.time - 0.3))
     assert gone.message.startswith(f"the trainer service is unreachable since {since}:")
     assert gone.message.endswith(" UTC: the service has no GPU; waiting for it")
@@ -295,7 +287,7 @@ async def test_a_hub_that_is_unreachable_is_named_and_not_the_service_that_asks_
         while not (record := await stack.get(job_id)).waits:
             await asyncio.sleep(0.05)
     assert record.waits.startswith("the Hugging Face Hub is unreachable since ")
-    (gone,) = await warnings(stack, job_id)
+    (gone,) = await stack.warnings(job_id)
     assert gone.message.startswith("the Hugging Face Hub is unreachable since ")
     assert gone.message.endswith(" UTC: 'task/modell' is no folder, and no Hub; waiting for it")
     stack.fakes.fault.clear()
@@ -315,7 +307,7 @@ async def test_followers_are_told_what_takes_a_sampler_long_while_it_loads(
         stack.fakes.doing = None
 
     stack.fakes.fault["model"] = starts
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     messages = [event.message for event in await stack.events(record.id)]
     assert messages.count("the sampler is starting the engine") == 1
 
@@ -330,41 +322,38 @@ async def test_a_model_that_cannot_be_loaded_as_asked_pauses_the_job_in_its_word
         raise BadRequest(words)
 
     stack.fakes.fault[route] = refuse
-    record = await stack.until((await stack.submit()).id, "failed", "paused", "succeeded")
+    record = await stack.run("failed", "paused", "succeeded")
     assert (record.status, record.recoveries) == ("paused", 0)
     assert record.error is not None and record.error.startswith(f"{words}; correct the service")
 
 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:
     stack.fakes.damaged = ("the checkpoint step-000004 is damaged: model.safetensors is cut short",)
-    record = await stack.until((await stack.submit()).id)
-    assert [event.message for event in await warnings(stack, record.id)] == list(
-        stack.fakes.damaged
-    )
+    record = await stack.run()
+    assert [event.message for event in await stack.warnings(record.id)] == list(stack.fakes.damaged)
 
 
 async def test_only_what_the_newest_weights_sampled_is_held_against_them(
     stack: Stack,
 ) -> None:
     # What older weights sampled differs from the trained ones' however well all works.
-    job = stack.job.model_copy(update={"max_staleness": 2})
     for older, current, is_said in ((0.4, 0.01, False), (0.4, 0.3, True)):
         stack.fakes.trainer_metrics = {
             "mismatch/logprob_diff_mean": older,
             "mismatch/older/logprob_diff_mean": older,
             "mismatch/current/logprob_diff_mean": current,
         }
-        record = await stack.until((await stack.submit(job)).id)
+        record = await stack.run(max_staleness=2)
         found = [event.data.get("finding") or {} for event in await stack.events(record.id)]
         assert ("mismatch" in [each.get("code") for each in found]) == is_said
 
 
 async def test_an_update_that_was_refused_is_counted_and_said(stack: Stack) -> None:
     stack.fakes.skipped = {3}
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     rows = [row for row in stack.folder(record.id).metrics() if row.step]
     assert [row.metrics["skipped_steps"] for row in rows] == [0, 0, 1, 0, 0, 0, 0, 0]
-    (warning,) = await warnings(stack, record.id)
+    (warning,) = await stack.warnings(record.id)
     assert (
         warning.message == "step 3: loss or gradient were not finite, so the step changed no weight"
     )

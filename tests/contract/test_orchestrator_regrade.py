@@ -49,30 +49,29 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 async def done(stack: Stack) -> JobRecord:
-    record = await stack.until((await stack.submit()).id)
+    sampling = stack.job.sampling.model_copy(update={"prompts_per_step": 6})
+    record = await stack.run(steps=5, sampling=sampling)
     await until_noted(stack.folder(record.id), "succeeded")  # after which nothing is written
     return record
 
 
-async def test_a_reward_turned_round_flips_every_advantage_and_writes_nothing(
+async def test_the_same_reward_changes_nothing_and_one_turned_round_every_advantage(
     stack: Stack, done: JobRecord
 ) -> None:
     before = files(Path(done.run_dir))
+    report = await regrade(stack, done.id, 1, 5)
+    assert [(step.num_changed, step.flipped) for step in report.steps] == [(0, ())] * 5
+    assert report.examples == ()
     stack.fakes.grade = lambda item: Part(
         value=float(item.completion == "wrong"), detail="turned round"
     )
     report = await regrade(stack, done.id, 3, 5, num_examples=4)
     assert [step.step for step in report.steps] == [3, 4, 5]
     for step in report.steps:
-        listed = (
-            await stack.client.get(f"/v1/jobs/{done.id}/rollouts?step={step.step}", RolloutList)
-        ).rollouts
-        assert (step.num_rollouts, step.num_changed, step.old_missing, step.new_missing) == (
-            24,
-            24,
-            0,
-            0,
-        )
+        path = f"/v1/jobs/{done.id}/rollouts?step={step.step}"
+        listed = (await stack.client.get(path, RolloutList)).rollouts
+        assert (step.num_rollouts, step.num_changed) == (24, 24)
+        assert (step.old_missing, step.new_missing) == (0, 0)
         assert step.old_reward is not None and step.new_reward == pytest.approx(1 - step.old_reward)
         assert step.flipped == tuple(
             position for position, rollout in enumerate(listed) if rollout.advantage
@@ -80,53 +79,33 @@ async def test_a_reward_turned_round_flips_every_advantage_and_writes_nothing(
         assert step.flipped, "a step in which nothing was learned would show nothing"
     assert len(report.examples) == 4
     first = report.examples[0]
-    assert (first.old.reward, first.new.reward) in ((1.0, 0.0), (0.0, 1.0)) and first.new.parts[
-        "right"
-    ].detail == "turned round"
+    assert (first.old.reward, first.new.reward) in ((1.0, 0.0), (0.0, 1.0))
+    assert first.new.parts["right"].detail == "turned round"
     assert files(Path(done.run_dir)) == before
 
 
-async def test_the_same_reward_changes_nothing(stack: Stack, done: JobRecord) -> None:
-    report = await regrade(stack, done.id, 1, 8)
-    assert [(step.num_changed, step.flipped) for step in report.steps] == [
-        (0, ())
-    ] * 8 and report.examples == ()
-
-
-async def test_rewards_that_would_be_missing_are_counted_and_shown_first(
+async def test_new_rewards_are_checked_and_missing_ones_counted_and_shown_first(
     stack: Stack, done: JobRecord
 ) -> None:
-    count = iter(range(1000))
-    right = stack.fakes.grade
-
-    def sometimes(item: ScoreItem) -> Part:
-        return (
-            Part(value=None, verdict="time_limit", detail="slow")
-            if next(count) == 5
-            else right(item)
-        )
-
-    stack.fakes.grade = sometimes
-    report = await regrade(stack, done.id, 2, 2)
-    assert (report.steps[0].new_missing, report.steps[0].num_changed) == (1, 1)
-    (example,) = report.examples
-    assert (
-        example.old.reward is not None
-        and example.new.reward is None
-        and example.new.parts["right"].detail == "slow"
-    )
-
-
-async def test_a_regrade_checks_the_new_rewards_and_grades_under_no_jobs_id(
-    stack: Stack, done: JobRecord
-) -> None:
+    """They are graded under no job's id."""
     asked: list[ScoreRequest] = []
 
     async def remember(body: ScoreRequest) -> None:
         asked.append(body)
 
-    stack.fakes.fault["score"] = remember
-    await regrade(stack, done.id, 1, 1)
+    count = iter(range(1000))
+    right = stack.fakes.grade
+
+    def sometimes(item: ScoreItem) -> Part:
+        slow = Part(value=None, verdict="time_limit", detail="slow")
+        return slow if next(count) == 5 else right(item)
+
+    stack.fakes.fault["score"], stack.fakes.grade = remember, sometimes
+    report = await regrade(stack, done.id, 2, 2)
+    assert (report.steps[0].new_missing, report.steps[0].num_changed) == (1, 1)
+    (example,) = report.examples
+    assert example.old.reward is not None and example.new.reward is None
+    assert example.new.parts["right"].detail == "slow"
     assert asked and all((request.rewards, request.job_id) == (NEW, None) for request in asked)
     body = RegradeRequest(first_step=1, last_step=1, rewards=(RewardSpec(grader="lenght"),))
     with pytest.raises(BadRequest, match="did you mean 'length'"):
@@ -142,28 +121,21 @@ async def test_a_run_grades_with_its_id_and_the_length_in_tokens(stack: Stack) -
         asked.append(body)
 
     stack.fakes.fault["score"] = remember
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run(steps=1)
     assert {request.job_id for request in asked} == {record.id}
     assert {item.num_tokens for request in asked for item in request.items} == {2}
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "error", "sentence"),
-    [
-        (5, 3, BadRequest, "steps 5:3: expected the last step not to come before the first"),
-        (7, 9, NotFound, "step 9 has no stored rollouts; steps 1 to 8 have"),
-    ],
-)
-async def test_steps_that_are_not_there_are_a_sentence(
-    stack: Stack, done: JobRecord, first: int, last: int, error: type[Exception], sentence: str
+async def test_a_regrade_is_an_operation_to_poll_of_steps_that_are_there(
+    stack: Stack, done: JobRecord
 ) -> None:
-    with pytest.raises(error, match=sentence):
-        await regrade(stack, done.id, first, last)
-    with pytest.raises(NotFound, match="no job 'nope'"):
-        await regrade(stack, "nope", first, last)
-
-
-async def test_a_long_regrade_is_an_operation_to_poll(stack: Stack, done: JobRecord) -> None:
+    for job_id, steps, error, sentence in (
+        (done.id, (5, 3), BadRequest, "steps 5:3: expected the last step not to come before the"),
+        (done.id, (4, 6), NotFound, "step 6 has no stored rollouts; steps 1 to 5 have"),
+        ("nope", (1, 2), NotFound, "no job 'nope'"),
+    ):
+        with pytest.raises(error, match=sentence):
+            await regrade(stack, job_id, *steps)
     body = RegradeRequest(first_step=1, last_step=2, rewards=NEW).model_dump(mode="json")
     headers = {"prefer": "respond-async, wait=0", "idempotency-key": "k"}
     path = f"/v1/jobs/{done.id}/regrade"
@@ -188,7 +160,7 @@ async def test_the_verdict_of_each_grader_is_kept_beside_the_rollout(stack: Stac
     )
     right = Part(value=1.0, verdict="ok", seconds=0.5, cached=True)
     stack.fakes.grade = lambda item: right if item.completion == "right" else verdict
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     stored = [score for scores in stack.folder(record.id).batch(4).scores for score in scores]
     assert (
         Score(value=0.0, parts={"right": verdict}) in stored

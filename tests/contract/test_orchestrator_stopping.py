@@ -45,7 +45,7 @@ def changed(job: Job, **changes: Any) -> Job:
 
 
 async def run(stack: Stack, **changes: Any) -> JobRecord:
-    return await stack.until((await stack.submit(changed(stack.job, **changes))).id)
+    return await stack.run(job=changed(stack.job, **changes))
 
 
 def metrics(record: JobRecord, step: int) -> dict[str, float]:
@@ -61,18 +61,13 @@ async def paused_within(
 ) -> JobRecord:
     """Returns the record of a job that was paused during its first `operation` with a body for
     which `when` holds."""
-    reached = asyncio.Event()
-
-    async def wait(body: Any) -> None:
-        if when(body) and not reached.is_set():
-            reached.set()
-            await asyncio.Event().wait()
-
-    stack.fakes.fault[operation] = wait
+    hold = stack.fakes.hold(operation, when)
     job_id = (await stack.submit(job)).id
-    await asyncio.wait_for(reached.wait(), 60)
+    await hold.arrival()
     await stack.post(f"{job_id}/pause")
-    return await stack.until(job_id, "paused")
+    paused = await stack.until(job_id, "paused")
+    del stack.fakes.fault[operation]
+    return paused
 
 
 # --- targets -------------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ async def test_a_job_that_has_met_its_target_trains_no_further_when_it_continues
 
     monkeypatch.setattr(RunFolder, "write_summary", full)
     job = changed(stack.job, evaluation={"every": 2}, stop={"target": 0.8})
-    paused = await stack.until((await stack.submit(job)).id, "paused")
+    paused = await stack.run("paused", job=job)
     monkeypatch.undo()
     await stack.post(f"{paused.id}/resume", ResumeRequest())
     record = await stack.until(paused.id)
@@ -130,13 +125,13 @@ async def test_a_job_that_has_met_its_target_trains_no_further_when_it_continues
 async def test_a_budget_of_tokens_ends_the_job_after_the_step_that_reaches_it(
     stack: Stack,
 ) -> None:
-    """A step samples 6 groups of 4 completions of 2 tokens: 48. The third does not sync, for
+    """A step samples 2 groups of 4 completions of 2 tokens: 16. The third does not sync, for
     which its evaluation is no reason to wait for ever."""
-    record = await run(stack, max_staleness=2, sync_every=2, stop={"max_tokens": 100})
+    record = await run(stack, max_staleness=2, sync_every=2, stop={"max_tokens": 40})
     assert (record.status, record.step) == ("succeeded", 3)
-    assert [metrics(record, step)["total/tokens"] for step in (1, 2, 3)] == [48, 96, 144]
+    assert [metrics(record, step)["total/tokens"] for step in (1, 2, 3)] == [16, 32, 48]
     assert record.stopped == (
-        "stopped after step 3: 144 tokens were sampled, and stop.max_tokens is 100"
+        "stopped after step 3: 48 tokens were sampled, and stop.max_tokens is 40"
     )
     assert "eval/reward" in metrics(record, 3) and 3 in stack.fakes.checkpointed
     assert [ref.version for ref in stack.fakes.reloads] == [0, 2, 3]
@@ -145,20 +140,20 @@ async def test_a_budget_of_tokens_ends_the_job_after_the_step_that_reaches_it(
 async def test_tokens_of_replaced_groups_are_counted(stack: Stack) -> None:
     stack.fakes.grade = lambda item: Part(value=float(item.row["answer"] >= 20))  # none
     record = await run(stack, steps=1, sampling={"refills": 1})
-    assert metrics(record, 1)["dropped_groups"] == 6
-    assert metrics(record, 1)["total/tokens"] == 96
+    assert metrics(record, 1)["dropped_groups"] == 2
+    assert metrics(record, 1)["total/tokens"] == 32
     (batch,) = [RunFolder(Path(record.run_dir)).batch(1)]
     of_both = {*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)}
-    assert len(batch.dropped_prompts) == 6 and len(of_both) == 12
+    assert len(batch.dropped_prompts) == 2 and len(of_both) == 4
 
 
 async def test_a_budget_continues_counting_and_can_be_raised(stack: Stack) -> None:
-    job = changed(stack.job, stop={"max_tokens": 100})
+    job = changed(stack.job, stop={"max_tokens": 40})
     id = (await paused_within(stack, "train_step", job, when=lambda body: body.step == 3)).id
-    await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=200",)))
+    await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=70",)))
     record = await stack.until(id)
     assert (record.status, record.step) == ("succeeded", 5)
-    assert [metrics(record, step)["total/tokens"] for step in (3, 5)] == [144, 240]
+    assert [metrics(record, step)["total/tokens"] for step in (3, 5)] == [48, 80]
     assert 0 < metrics(record, 2)["total/hours"] < metrics(record, 3)["total/hours"]
 
 
@@ -304,18 +299,13 @@ async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
 ) -> None:
     """It may be killed, before it has recorded a row and while its data is checked, too."""
     monkeypatch.setattr(results, "NOTE_SPENT_S", 0.01)
-    go = asyncio.Event()
-
-    async def wait(_: Any) -> None:
-        await go.wait()
-
-    stack.fakes.fault["train_step"] = wait
+    training = stack.fakes.hold("train_step")
     id = (await stack.submit(changed(stack.job, steps=1, data={"eval": None}))).id
     folder = stack.folder(id)
     async with asyncio.timeout(90):
         while folder.spent()[0] == 0:
             await asyncio.sleep(0.02)
-    go.set()
+    training.released.set()
     await stack.until(id)
 
 
@@ -324,11 +314,11 @@ async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
 
 async def test_epochs_are_steps_once_the_rows_are_counted(stack: Stack) -> None:
     for given, data, steps in (
-        (0, {"epochs": 2}, 7),  # 2 * 20 rows, 6 a step: 6.7
-        (0, {"epochs": 0.3}, 1),
-        (0, {"epochs": 2, "max_samples": 9}, 3),
+        (0, {"epochs": 2}, 20),  # 2 * 20 rows, 2 a step
+        (0, {"epochs": 0.3}, 3),
+        (0, {"epochs": 1, "max_samples": 9}, 5),
         (2, {"epochs": 2}, 2),
-        (9, {"epochs": 2}, 7),
+        (30, {"epochs": 2}, 20),
     ):
         job = changed(stack.job, steps=given, data=data)
         for _ in range(2):  # what was counted counts the same again
@@ -339,7 +329,7 @@ async def test_epochs_are_steps_once_the_rows_are_counted(stack: Stack) -> None:
 
 
 async def test_a_job_of_epochs_has_its_steps_in_its_record(stack: Stack) -> None:
-    record = await run(stack, steps=0, data={"epochs": 0.5})
+    record = await run(stack, steps=0, data={"epochs": 0.2})
     assert (record.status, record.step, record.steps, record.job.steps) == ("succeeded", 2, 2, 2)
     paused = await stack.submit(changed(stack.job, steps=0, data={"epochs": 1}))
     await stack.post(f"{paused.id}/pause")
@@ -358,7 +348,8 @@ def by_difficulty(item: ScoreItem) -> Part:
 
 
 def skipping(job: Job, **changes: Any) -> Job:
-    return changed(job, data={"eval": None}, difficulty={"skip_right": 1}, **changes)
+    sampling, difficulty = {"prompts_per_step": 6}, {"skip_right": 1}
+    return changed(job, data={"eval": None}, sampling=sampling, difficulty=difficulty, **changes)
 
 
 def taken(record: JobRecord) -> list[list[int]]:
@@ -369,7 +360,7 @@ def taken(record: JobRecord) -> list[list[int]]:
 
 async def test_problems_that_are_solved_are_not_sampled_again(stack: Stack) -> None:
     stack.fakes.grade = by_difficulty
-    record = await stack.until((await stack.submit(skipping(stack.job))).id)
+    record = await stack.run(job=skipping(stack.job))
     steps = taken(record)
     easy = [number for numbers in steps for number in numbers if number < EASY]
     assert sorted(easy) == list(range(EASY)), "each of them once"
@@ -402,8 +393,7 @@ async def test_a_job_that_was_cut_off_skips_what_it_would_have_skipped(
     fakes.fault["train_step"] = cut_off
     async with fakes.running(settings) as of_second:
         async with orchestrator_client(of_second, redis_url) as client:
-            body = SubmitRequest(job=job)
-            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+            record = await orchestrator_stack.submit(client, job)
             await asyncio.wait_for(reached.wait(), 60)
         fakes.restart_trainer()
         async with orchestrator_client(of_second, redis_url) as client:

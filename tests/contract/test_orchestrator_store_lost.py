@@ -28,11 +28,10 @@ from shared.wire import (
     JobRecord,
     JobState,
     Recovered,
-    SubmitRequest,
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import finish, orchestrator_client
+from tests.support.orchestrator_stack import finish, orchestrator_client, submit
 from tests.support.running import running_redis
 
 pytestmark = pytest.mark.slow
@@ -49,11 +48,6 @@ async def empty(redis_url: str) -> None:
     client = redis.from_url(redis_url)
     await client.flushall()
     await client.aclose()
-
-
-async def submit(client: Client, job: Job, key: str | None = None) -> JobRecord:
-    body = SubmitRequest(job=job)
-    return await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60, key=key)
 
 
 async def status(client: Client, job_id: str) -> str:

@@ -132,17 +132,15 @@ def lying(stack: Stack, times: int, **changes: Any) -> None:
     stack.fakes.change["reload"] = lie
 
 
-async def finished(stack: Stack, job: Job) -> str:
-    record = await stack.until((await stack.submit(job)).id)
+async def finished(stack: Stack, **changes: Any) -> str:
+    record = await stack.run(**changes)
     assert (record.status, record.recoveries) == ("succeeded", 0)
     return record.id
 
 
-async def test_a_load_that_did_nothing_is_caught_and_pushed_again_as_such(
-    stack: Stack, job: Job
-) -> None:
+async def test_a_load_that_did_nothing_is_caught_and_pushed_again_as_such(stack: Stack) -> None:
     lying(stack, 1, canary_logprobs=logprobs_of(2))  # the label and digest of 3, the weights of 2
-    job_id = await finished(stack, job)
+    job_id = await finished(stack)
     assert [(ref.version, ref.again) for ref in stack.fakes.reloads][2:6] == [
         (2, False),
         (3, False),
@@ -157,25 +155,25 @@ async def test_a_load_that_did_nothing_is_caught_and_pushed_again_as_such(
     )
 
 
-async def test_what_the_disk_did_not_bring_a_new_engine_does(stack: Stack, job: Job) -> None:
+async def test_what_the_disk_did_not_bring_a_new_engine_does(stack: Stack) -> None:
     lying(stack, 1, canary_logprobs=logprobs_of(2))
-    await finished(stack, job.model_copy(update={"weight_sync": "disk"}))
+    await finished(stack, weight_sync="disk")
     assert [ref.method for ref in stack.fakes.reloads if ref.version == 3] == ["disk", "restart"]
 
 
-async def test_a_paused_sampler_is_told_apart_from_a_wrong_one(stack: Stack, job: Job) -> None:
+async def test_a_paused_sampler_is_told_apart_from_a_wrong_one(stack: Stack) -> None:
     lying(stack, 1, canary_logprobs=Logprobs())
-    (warning,) = await warnings(stack, await finished(stack, job))
+    (warning,) = await warnings(stack, await finished(stack))
     assert warning.startswith("the sampler gave no log-probs for version 3")
 
 
-async def test_auto_takes_what_the_sampler_sees_and_says_why(stack: Stack, job: Job) -> None:
+async def test_auto_takes_what_the_sampler_sees_and_says_why(stack: Stack) -> None:
     async def blind(ref: Published) -> None:
         if getattr(ref, "method", None) in ("shm", "disk"):
             raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
 
     stack.fakes.fault["reload"] = blind
-    job_id = await finished(stack, job)
+    job_id = await finished(stack)
     assert [ref.method for ref in stack.fakes.reloads] == ["delta"] * 9
     assert [event.message for event in await stack.events(job_id) if "go by" in event.message] == [
         'weights go by "delta": not every sampler sees the trainer\'s folders, and at a learning '
@@ -215,15 +213,13 @@ def test_auto_goes_from_gpu_to_gpu_only_where_both_sides_can(
     assert candidates(spread_job, Gpus(trainer, samplers), one_host=True)[0][0] == "shm"
 
 
-async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(
-    stack: Stack, job: Job
-) -> None:
+async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(stack: Stack) -> None:
     async def fails(ref: Published) -> None:
         if getattr(ref, "method", None) == "nccl" and ref.version == 3:
             raise Failed("the trainer did not send version 3", code="not_loaded")
 
     stack.fakes.fault["reload"] = fails
-    job_id = await finished(stack, job.model_copy(update={"weight_sync": "nccl"}))
+    job_id = await finished(stack, weight_sync="nccl")
     assert [(ref.version, ref.method, ref.again) for ref in stack.fakes.reloads][2:6] == [
         (2, "nccl", False),
         (3, "http", True),
@@ -236,16 +232,14 @@ async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(
     ]
 
 
-async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_the_next_way(
-    stack: Stack, job: Job
-) -> None:
+async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_the_next_way(stack: Stack) -> None:
     async def fails(request: PublishRequest) -> None:
         if request.method == "nccl":
             raise Conflict("2 tensors of the version have another name while they are trained")
 
     stack.fakes.fault["publish"] = fails
     stack.fakes.gpus = "GPU-1", ("GPU-2",)
-    job_id = await finished(stack, job)
+    job_id = await finished(stack)
     assert {ref.method for ref in stack.fakes.reloads} == {"shm"}
     assert await warnings(stack, job_id) == []
     said = [event.message for event in await stack.events(job_id) if "not go by" in event.message]
@@ -257,11 +251,11 @@ async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_the_next_way(
 
 @pytest.mark.parametrize(("own", "method"), [("here", "ipc"), ("there", "shm"), (None, "shm")])
 async def test_a_sampler_in_a_container_of_its_own_reads_no_memory_of_the_trainers_gpu(
-    stack: Stack, job: Job, own: str | None, method: str
+    stack: Stack, own: str | None, method: str
 ) -> None:
     """They have the same GPU, and other PID namespaces and /dev/shm."""
     stack.fakes.gpus, stack.fakes.spaces = ("GPU-1", ("GPU-1",)), ("here", own)
-    await finished(stack, job)
+    await finished(stack)
     assert {ref.method for ref in stack.fakes.reloads} == {method}
 
 
@@ -283,7 +277,7 @@ async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
 
     stack.fakes.fault |= {"reload": unreached, "train_step": fails_once}
     stack.fakes.gpus = "GPU-1", ("GPU-2",)
-    record = await stack.until((await stack.submit(job)).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert tried == [0]
     assert [ref.method for ref in stack.fakes.reloads] == ["shm"] * 10
@@ -297,7 +291,7 @@ async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
 
 
 async def test_what_is_sent_is_written_only_for_a_sampler_that_failed_to_take_it(
-    stack: Stack, job: Job
+    stack: Stack,
 ) -> None:
     published: list[tuple[int, str]] = []
 
@@ -305,7 +299,7 @@ async def test_what_is_sent_is_written_only_for_a_sampler_that_failed_to_take_it
         published.append((request.version, request.method))
 
     stack.fakes.fault["publish"] = note
-    await finished(stack, job.model_copy(update={"weight_sync": "nccl"}))
+    await finished(stack, weight_sync="nccl")
     assert published == [(version, "nccl") for version in range(9)]
 
 
@@ -367,7 +361,7 @@ async def chosen(stack: Stack, job_id: str) -> list[str]:
 async def test_auto_moves_the_adapter_alone_of_a_job_that_trains_one(
     stack: Stack, job: Job
 ) -> None:
-    job_id = await finished(stack, job.model_copy(update=LORA))
+    job_id = await finished(stack, **LORA)
     assert stack.fakes.spec is not None and stack.fakes.spec.max_lora_rank == 12
     assert [ref.method for ref in stack.fakes.reloads] == ["lora"] * 9
     assert await chosen(stack, job_id) == [
@@ -375,15 +369,13 @@ async def test_auto_moves_the_adapter_alone_of_a_job_that_trains_one(
     ]
 
 
-async def test_auto_merges_what_the_engine_does_not_take_and_says_so(
-    stack: Stack, job: Job
-) -> None:
+async def test_auto_merges_what_the_engine_does_not_take_and_says_so(stack: Stack) -> None:
     async def refusing(ref: Published) -> None:
         if getattr(ref, "method", None) == "lora":
             raise Conflict("vLLM does not take it", code="no_adapters")
 
     stack.fakes.fault["reload"] = refusing
-    job_id = await finished(stack, job.model_copy(update=LORA))
+    job_id = await finished(stack, **LORA)
     assert {ref.method for ref in stack.fakes.reloads} == {"shm"}
     assert await chosen(stack, job_id) == [
         'weights go by "shm": every sampler sees the trainer\'s shared memory'
@@ -391,11 +383,9 @@ async def test_auto_merges_what_the_engine_does_not_take_and_says_so(
     assert await warnings(stack, job_id) == []
 
 
-async def test_after_an_adapter_that_did_not_arrive_weights_are_merged(
-    stack: Stack, job: Job
-) -> None:
+async def test_after_an_adapter_that_did_not_arrive_weights_are_merged(stack: Stack) -> None:
     lying(stack, 1, canary_logprobs=logprobs_of(2))
-    job_id = await finished(stack, job.model_copy(update=LORA))
+    job_id = await finished(stack, **LORA)
     pushed = [(ref.version, ref.method, ref.again) for ref in stack.fakes.reloads][3:6]
     assert pushed == [(3, "lora", False), (3, "http", True), (4, "shm", False)]
     (warning,) = await warnings(stack, job_id)
@@ -418,8 +408,8 @@ def test_auto_tries_an_adapter_first_where_vllm_serves_its_rank(
     assert [method for method, _ in found] == methods
 
 
-async def test_every_sync_is_in_the_run_folder(stack: Stack, job: Job) -> None:
-    job_id = await finished(stack, job)
+async def test_every_sync_is_in_the_run_folder(stack: Stack) -> None:
+    job_id = await finished(stack)
     lines = (stack.folder(job_id).path / "weights.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["version"] for row in rows] == list(range(9))
@@ -427,11 +417,8 @@ async def test_every_sync_is_in_the_run_folder(stack: Stack, job: Job) -> None:
     assert rows[3]["samplers"][0]["canary_difference"] == 0.0
 
 
-async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(
-    stack: Stack, job: Job
-) -> None:
-    job = job.model_copy(update={"sync_every": 3, "max_staleness": 2})
-    job_id = await finished(stack, job)
+async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(stack: Stack) -> None:
+    job_id = await finished(stack, sync_every=3, max_staleness=2)
     # 4 and 8 are evaluated, 8 is the last.
     assert [ref.version for ref in stack.fakes.reloads] == [0, 3, 4, 6, 8]
     staleness = [row.metrics["staleness"] for row in stack.folder(job_id).metrics(0)]
@@ -476,7 +463,7 @@ async def test_beside_a_trainer_on_a_gpu_the_sampler_has_started_before_the_job_
 
     stack.fakes.gpus = (gpu, ())
     stack.fakes.fault |= {"model": start, "job": load}
-    record = await stack.until((await stack.submit(job)).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 0)
     in_turn = ["model", "started", "job"]
     assert (asked == in_turn) is (gpu is not None)

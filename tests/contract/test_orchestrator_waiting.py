@@ -146,17 +146,12 @@ async def test_a_job_does_not_wait_for_what_came_back_while_another_has_the_trai
     outage: Outage, tmp_path: Path, redis_url: str
 ) -> None:
     stack, volume, away = outage.stack, tmp_path / "volume", tmp_path / "away"
-    goes_on = asyncio.Event()
-
-    async def wait(_: Any) -> None:
-        await goes_on.wait()
-
     outage.links["trainer"].cut()
     job_id = (await stack.submit(reading(stack.job, volume))).id
     volume.rename(away)
     outage.links["trainer"].mend()
     await outage.until(job_id, lambda record: record.waits)
-    stack.fakes.fault["train_step"] = wait
+    training = stack.fakes.hold("train_step")
     other = await stack.submit(stack.job.model_copy(update={"steps": 2}))
     await outage.until(other.id, lambda record: record.status == "running")
     away.rename(volume)
@@ -167,7 +162,7 @@ async def test_a_job_does_not_wait_for_what_came_back_while_another_has_the_trai
     await again.open()
     assert (await again.get(job_id)).waits is None
     await again.close()
-    goes_on.set()
+    training.released.set()
     for each in (other.id, job_id):
         assert (await stack.until(each)).status == "succeeded"
 
@@ -302,7 +297,7 @@ async def test_trouble_before_the_first_step_fails_no_accepted_job(
             raise found
 
     stack.fakes.fault[route] = trouble
-    done = await stack.until((await stack.submit()).id)
+    done = await stack.run()
     assert (done.status, done.recoveries, done.error) == ("succeeded", 1, None)
 
 
@@ -315,7 +310,7 @@ async def test_a_job_ends_without_the_reward_service(outage: Outage, tmp_path: P
 
     stack = outage.stack
     stack.fakes.fault["checkpoint"] = cut
-    done = await stack.until((await stack.submit(reading(stack.job, tmp_path / "data"))).id)
+    done = await stack.run(job=reading(stack.job, tmp_path / "data"))
     assert done.status == "succeeded" and done.summary is not None
     assert sorted(done.summary["versions"]) == ["hone", "python", "rollout", "trainer"]
 

@@ -22,10 +22,10 @@ from shared.host.processes import free_port
 from shared.http import connecting
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import TERMINAL, EventList, JobRecord, SubmitRequest
+from shared.wire import TERMINAL, EventList, JobRecord
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator_client
+from tests.support.orchestrator_stack import Stack, orchestrator_client, submit
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ async def test_a_stall_is_an_event_that_names_who_waits_for_whom(
             await asyncio.sleep(stall_s)  # it is told once, however long it takes
 
     stack.fakes.fault["train_step"] = hang
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.run()
     assert (record.status, record.recoveries) == ("succeeded", 0)
     told = await messages(record.id)
     (stall,) = filter(is_stall, told)
@@ -88,12 +88,8 @@ async def test_a_loop_that_waits_for_nothing_is_begun_again(
     job_id = (await stack.submit()).id
     record = await stack.until(job_id)
     assert record.status == "succeeded" and record.recoveries
-    why = [
-        e.message
-        for e in await stack.events(job_id)
-        if e.level == "warning" and "finding" not in e.data
-    ][-1]
-    assert ": nothing is under way; last answered: " in why
+    *_, why = await stack.warnings(job_id)
+    assert ": nothing is under way; last answered: " in why.message
 
 
 async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_seconds(
@@ -162,8 +158,7 @@ async def test_a_redis_killed_in_mid_job_that_comes_back_needs_no_operator(
         fakes.running(settings.model_copy(update={"lease_s": 5.0})) as settings,
         orchestrator_client(settings, redis.url) as client,
     ):
-        body = SubmitRequest(job=job)
-        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        record = await submit(client, job)
         await asyncio.wait_for(reached.wait(), 60)
         redis.kill()
         await asyncio.sleep(2.0)

@@ -18,11 +18,16 @@ from services.orchestrator.store.folder import RunFolder
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.link import Link
-from tests.support.orchestrator_stack import finish, orchestrator, orchestrator_client, until_ended
+from tests.support.orchestrator_stack import (
+    finish,
+    orchestrator,
+    orchestrator_client,
+    submit,
+    until_ended,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +85,7 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
         Link(Path(redis_url.removeprefix("unix://")), at) as link,
         orchestrator_client(settings, f"unix://{at}") as client,
     ):
-        body = SubmitRequest(job=job)
-        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        record = await submit(client, job)
         await asyncio.wait_for(reached.wait(), 60)
         async with orchestrator(settings, redis_url, stopped=True) as (store, _):
             await asyncio.sleep(3 * worker.POLL_S)
@@ -118,15 +122,8 @@ async def test_a_job_is_taken_up_once_when_redis_is_back_after_the_lease(
 ) -> None:
     """The lease is as old as the question for it, however long the worker waited before to give
     the old one back."""
-    reached, released = asyncio.Event(), asyncio.Event()
-
-    async def hold(body: Any) -> None:
-        if body.step == 3:
-            reached.set()
-            await released.wait()
-
     fakes = FakeServices(settings)
-    fakes.fault["train_step"] = hold
+    step_3 = fakes.hold("train_step", lambda body: body.step == 3)
     settings = settings.model_copy(update={"lease_s": LEASE_S})
     at = tmp_path / "link.sock"
     async with (
@@ -135,12 +132,11 @@ async def test_a_job_is_taken_up_once_when_redis_is_back_after_the_lease(
         orchestrator(settings, f"unix://{at}") as (store, transport),
     ):
         client = Client("orchestrator", "http://localhost", transport=transport)
-        body = SubmitRequest(job=job)
-        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
-        await asyncio.wait_for(reached.wait(), 60)
+        record = await submit(client, job)
+        await step_3.arrival()
         link.cut()
         await asyncio.sleep(1.5 * LEASE_S)
-        released.set()
+        step_3.released.set()
         link.mend()
         found = await until_ended(store, record.id)
     assert (found.status, found.attempts) == ("succeeded", 2)

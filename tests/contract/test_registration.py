@@ -44,6 +44,7 @@ from tests.support.job_records import JOB
 from tests.support.orchestrator_stack import orchestrator_client
 from tests.support.pool_stack import Pool, pool_stack
 from tests.support.rollout_bench import RolloutBench
+from tests.support.running import served
 
 pytestmark = pytest.mark.slow
 
@@ -190,68 +191,54 @@ async def test_where_no_job_would_use_it_a_sampler_is_refused(
 
 
 async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
-    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    registering: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins before the orchestrator does, and is there once that is."""
     monkeypatch.setattr(sampler_app, "RETRY_S", 0.05)
     monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 0.6)
-    port = free_port()
-    own = settings.model_copy(
-        update={
-            "rollout_advertise_url": URL,
-            "rollout_url": "registered",
-            "orchestrator_url": f"http://127.0.0.1:{port}",
-        }
-    )
     serving = [ServingWeights(replica="r0")]
     draining = DrainState("rollout")
-    store = Store(redis_url)
-    await store.open()
-    server = create_service(own, store).server(port)
-    async with registered(own, lambda: serving[0], draining):
-        running = asyncio.create_task(server._serve())
-        async with asyncio.timeout(90):
-            while not (found := await store.samplers.all()):
-                await asyncio.sleep(0.01)
-            assert (found[0].replica, found[0].url, found[0].version) == ("r0", URL, None)
-            serving[0] = ServingWeights(replica="r0", job_id="demo-1", version=7)
-            while (await store.samplers.all())[0].version != 7:
-                await asyncio.sleep(0.01)
-            checks = {check.name: check for check in await examine_stack(own)}
-            assert checks["lease of r0"].detail.endswith("serves version 7 of demo-1")
-            assert checks["rollout r0"].detail.startswith(f"not running at {URL}")
-            draining.begin()
-            while await store.samplers.all():
-                await asyncio.sleep(0.01)
-    server.should_exit = True
-    await running
+    async with (
+        registered(registering, lambda: serving[0], draining),
+        listening(registering, store),
+        asyncio.timeout(90),
+    ):
+        while not (found := await store.samplers.all()):
+            await asyncio.sleep(0.01)
+        assert (found[0].replica, found[0].url, found[0].version) == ("r0", URL, None)
+        serving[0] = ServingWeights(replica="r0", job_id="demo-1", version=7)
+        while (await store.samplers.all())[0].version != 7:
+            await asyncio.sleep(0.01)
+        checks = {check.name: check for check in await examine_stack(registering)}
+        assert checks["lease of r0"].detail.endswith("serves version 7 of demo-1")
+        assert checks["rollout r0"].detail.startswith(f"not running at {URL}")
+        draining.begin()
+        while await store.samplers.all():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def registering(settings: Settings) -> Settings:
+    """The settings of a sampler that registers, and of the orchestrator where it does."""
+    urls = {"rollout_advertise_url": URL, "rollout_url": "registered"}
+    orchestrator_url = f"http://127.0.0.1:{free_port()}"
+    return settings.model_copy(update=urls | {"orchestrator_url": orchestrator_url})
 
 
 @contextlib.asynccontextmanager
-async def serving_orchestrator(settings: Settings, store: Store) -> AsyncGenerator[Settings]:
-    """Yields the settings of a sampler that registers there."""
-    await store.open()
-    port = free_port()
-    own = settings.model_copy(
-        update={
-            "rollout_advertise_url": URL,
-            "rollout_url": "registered",
-            "orchestrator_url": f"http://127.0.0.1:{port}",
-        }
-    )
-    server = create_service(own, store).server(port)
-    running = asyncio.create_task(server._serve())
-    yield own
-    server.should_exit = True
-    await running
+async def listening(settings: Settings, store: Store) -> AsyncGenerator[None]:
+    """An orchestrator, at the URL that the settings name."""
+    port = int(settings.orchestrator_url.rpartition(":")[2])
+    async with served(create_service(settings, store).server(port)):
+        yield
 
 
 async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
-    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    registering: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler_app, "RETRY_S", 0.05)
     monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 0.6)
-    store, version, faults = Store(redis_url), 1, [RuntimeError("of no kind that is known")]
+    version, faults = 1, [RuntimeError("of no kind that is known")]
 
     def serving() -> ServingWeights:
         if version == 2 and faults:
@@ -259,8 +246,8 @@ async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
         return ServingWeights(replica="r0", job_id="demo-1", version=version)
 
     async with (
-        serving_orchestrator(settings, store) as own,
-        registered(own, serving, DrainState("rollout")),
+        listening(registering, store),
+        registered(registering, serving, DrainState("rollout")),
         asyncio.timeout(90),
     ):
         while not await store.samplers.all():
@@ -271,47 +258,37 @@ async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
 
 
 async def test_a_sampler_that_was_refused_leaves_the_other_one_of_its_name_registered(
-    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    registering: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler_app, "RETRY_S", 0.05)
-    store = Store(redis_url)
     asked: list[str] = []
 
     def serving() -> ServingWeights:
         asked.append("r0")
         return ServingWeights(replica="r0")
 
-    async with serving_orchestrator(settings, store) as own, asyncio.timeout(90):
+    async with listening(registering, store), asyncio.timeout(90):
         other = "http://127.0.0.1:8002"
         taken = await store.samplers.register("r0", Registration(url=other))
-        async with registered(own, serving, DrainState("rollout")):
+        async with registered(registering, serving, DrainState("rollout")):
             while len(asked) < 3:
                 await asyncio.sleep(0.01)
         assert [each.url for each in await store.samplers.all()] == [taken.url]
 
 
 async def test_the_rollout_service_is_registered_from_its_start_to_its_end(
-    settings: Settings, redis_url: str, tmp_path: Path
+    registering: Settings, store: Store, tmp_path: Path
 ) -> None:
-    store = Store(redis_url)
-    await store.open()
-    settings = settings.model_copy(update={"rollout_url": "registered"})
-    port = free_port()
-    server = create_service(settings, store).server(port)
-    running = asyncio.create_task(server._serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    orchestrator_url = f"http://127.0.0.1:{port}"
-    bench = RolloutBench(tmp_path, rollout_advertise_url=URL, orchestrator_url=orchestrator_url)
+    where = registering.model_dump(include={"rollout_advertise_url", "orchestrator_url"})
+    bench = RolloutBench(tmp_path, **where)
     app = bench.service.app
-    async with app.router.lifespan_context(app), asyncio.timeout(90):
-        while not (found := await store.samplers.all()):
-            await asyncio.sleep(0.01)
-        assert [(each.replica, each.url) for each in found] == [("here:1", URL)]
-    assert await store.samplers.all() == []
+    async with listening(registering, store):
+        async with app.router.lifespan_context(app), asyncio.timeout(90):
+            while not (found := await store.samplers.all()):
+                await asyncio.sleep(0.01)
+            assert [(each.replica, each.url) for each in found] == [("here:1", URL)]
+        assert await store.samplers.all() == []
     await bench.client.close()
-    server.should_exit = True
-    await running
 
 
 async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(

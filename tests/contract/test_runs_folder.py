@@ -23,7 +23,6 @@ from services.orchestrator.store.store import Store
 from shared.errors import Conflict, Failed
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.service import Service
 from shared.job import CheckpointSpec, Job
 from shared.settings import Settings
 from shared.wire import (
@@ -32,14 +31,13 @@ from shared.wire import (
     JobRecord,
     JobState,
     Recovered,
-    SubmitRequest,
     TrainStepRequest,
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_process import start
-from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
-from tests.support.running import serve
+from tests.support.orchestrator_stack import Stack, orchestrator, submit, until_ended
+from tests.support.running import served
 
 job, stack, store = (  # fixtures
     orchestrator_stack.job,
@@ -56,18 +54,6 @@ def away(folder: Path) -> Any:
     yield f"cannot write to folder {str(folder)!r}: Not a directory; check HONE_RUNS_DIR"
     folder.unlink()
     moved.rename(folder)
-
-
-@contextlib.asynccontextmanager
-async def serving(service: Service) -> AsyncGenerator[str]:
-    port = free_port()
-    server = service.server(port)
-    running = asyncio.create_task(serve(server))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await running
 
 
 async def orchestrator_check(settings: Settings) -> tuple[str, str]:
@@ -103,7 +89,7 @@ async def test_nothing_is_accepted_while_the_runs_folder_cannot_be_written(stack
             assert refused.status_code == 503, refused.text
             assert why in refused.text.replace('\\"', '"')
         assert (await stack.http.get("/v1/jobs")).json()["jobs"] == []
-    assert (await stack.until((await stack.submit()).id)).status == "succeeded"
+    assert (await stack.run()).status == "succeeded"
 
 
 METHOD = {
@@ -161,7 +147,7 @@ async def test_an_orchestrator_whose_redis_was_emptied_is_not_ready(
     settings: Settings, store: Store, redis_url: str
 ) -> None:
     service = create_service(settings, store, works=False)
-    async with serving(service) as url:
+    async with served(service.server(0)) as url:
         settings = settings.model_copy(update={"orchestrator_url": url})
         assert await orchestrator_check(settings) == ("ok", f"{url} redis: ready; runs: ready")
         await empty(redis_url)
@@ -181,8 +167,7 @@ class Front:
     job: Job
 
     async def submit(self, key: str | None = None) -> JobRecord:
-        body = SubmitRequest(job=self.job)
-        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60, key=key)
+        return await submit(self.client, self.job, key)
 
     async def recover(self) -> dict[str, str | None]:
         found = await self.client.call("POST", "/v1/recover", None, Recovered, deadline_s=60)
@@ -369,7 +354,7 @@ def from_checkpoint(job: Job, folder: Path, step: int) -> Job:
 
 
 async def test_files_are_not_deleted_that_another_job_begins_with(stack: Stack) -> None:
-    ended = await stack.until((await stack.submit()).id)
+    ended = await stack.run()
     folder = Path(ended.run_dir)
     job = from_checkpoint(stack.job, folder, 8)
     paused = await stack.store.submit(Submission(job, stack.settings.runs_dir))
@@ -403,8 +388,7 @@ async def test_a_checkpoint_stays_while_another_job_begins_with_it(stack: Stack)
 
     stack.fakes.fault["train_step"] = act
     checkpoints = CheckpointSpec(every=1, keep_last=1, keep_best=None)
-    job = stack.job.model_copy(update={"checkpoints": checkpoints})
-    record = await stack.until((await stack.submit(job)).id)
+    record = await stack.run(checkpoints=checkpoints)
     assert stack.fakes.kept == {
         1: (), 2: (), 3: (2,), 4: (2,), 5: (2,), 6: (2,), 7: (), 8: (),
     }  # fmt: skip

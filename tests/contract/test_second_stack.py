@@ -28,12 +28,7 @@ async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
     monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
     monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
-    held = asyncio.Event()
-
-    async def hold(_: object) -> None:
-        await held.wait()
-
-    fakes.fault["train_step"] = hold
+    training = fakes.hold("train_step")
     with running_redis(tmp_path / "other-redis") as other_redis:
         async with fakes.running(settings) as own:
             theirs = own.model_copy(update={"runs_dir": tmp_path / "theirs"})
@@ -42,8 +37,7 @@ async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
                 full_stack(fakes, theirs, other_redis, job) as second,
             ):
                 mine = await first.submit()
-                while not fakes.calls["train_step"]:
-                    await asyncio.sleep(0.01)
+                await training.arrival()
                 waiting = await second.submit()
                 async with asyncio.timeout(90):
                     while not (found := await second.get(waiting.id)).waits_for:
@@ -53,7 +47,7 @@ async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
                 assert obstacle.away and f"the trainer {whose}" in obstacle.away
                 assert f"the sampler {whose}" in obstacle.away
                 assert (found.status, found.attempts) == ("queued", 0)
-                held.set()
+                training.released.set()
                 done = await first.until(mine.id)
                 assert (done.status, done.attempts, done.recoveries) == ("succeeded", 1, 0)
                 ended = await second.until(waiting.id)

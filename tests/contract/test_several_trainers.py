@@ -15,10 +15,10 @@ from services.orchestrator.store.leases import resource
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import EventList, JobRecord, JobState, Obstacle, SubmitRequest
+from shared.wire import EventList, JobRecord, JobState, Obstacle
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import orchestrator, orchestrator_client
+from tests.support.orchestrator_stack import orchestrator, orchestrator_client, submit
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +35,7 @@ class Several:
     client: Client
 
     async def submit(self, job: Job, **changes: Any) -> JobRecord:
-        body = SubmitRequest(job=job.model_copy(update=changes))
-        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        return await submit(self.client, job.model_copy(update=changes))
 
     async def get(self, job_id: str) -> JobRecord:
         return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
@@ -69,13 +68,7 @@ async def several(settings: Settings, redis_url: str) -> AsyncGenerator[Several]
 
 def blocked(fakes: FakeServices) -> asyncio.Event:
     """Lets no step end before the event is set."""
-    go = asyncio.Event()
-
-    async def block(_: Any) -> None:
-        await go.wait()
-
-    fakes.fault["train_step"] = block
-    return go
+    return fakes.hold("train_step").released
 
 
 async def test_two_jobs_run_at_once_and_others_wait_in_order_and_say_for_what(
@@ -119,24 +112,17 @@ async def test_a_job_continues_with_another_trainer_where_it_was(
 ) -> None:
     """What the first trainer had is replayed from the run folder."""
     first, second = FakeServices(settings), FakeServices(settings)
-    reached, go = asyncio.Event(), asyncio.Event()
-
-    async def block(body: Any) -> None:
-        if body.step == 3:
-            reached.set()
-            await go.wait()
-
-    first.fault["train_step"] = block
+    step_3 = first.hold("train_step", lambda body: body.step == 3)
     async with first.running(settings) as one, second.running(settings) as other:
         async with orchestrator_client(one, redis_url) as client:
             stack = Several(first, second, one, client)
             job_id = (await stack.submit(job)).id
-            await asyncio.wait_for(reached.wait(), 60)
+            await step_3.arrival()
             await stack.post(job_id, "pause")
             async with asyncio.timeout(90):
                 while (await stack.get(job_id)).status != "paused":
                     await asyncio.sleep(0.02)
-            go.set()
+            step_3.released.set()
             had = (await stack.get(job_id)).trainer
         async with orchestrator_client(other, redis_url) as client:
             stack = Several(first, second, other, client)

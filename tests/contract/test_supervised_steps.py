@@ -21,7 +21,7 @@ from shared.settings import Settings
 from shared.wire import Batch, DryRun, GenerateRequest, JobRecord, SubmitRequest, TrainStepRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
+from tests.support.orchestrator_stack import Stack, orchestrator, submit, until_ended
 
 pytestmark = pytest.mark.slow
 
@@ -204,8 +204,7 @@ async def test_an_orchestrators_death_changes_no_batch(
     services.fault["train_step"] = hold
     async with orchestrator(settings, redis_url) as (store, transport):
         client = orchestrator_stack.Client("orchestrator", "http://localhost", transport=transport)
-        body = SubmitRequest(job=supervised)
-        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        record = await submit(client, supervised)
         await asyncio.wait_for(reached.wait(), 60)
     before = batches(record)
     assert [batch.step for batch in before] == [1, 2, 3]

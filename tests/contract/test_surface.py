@@ -6,41 +6,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
 from hone.cli import find_commands as found_commands
-from services.orchestrator.app import create_service as create_orchestrator
-from services.orchestrator.store.store import Store
-from services.reward.app import create_service as create_reward
-from services.rollout.app import create_service as create_rollout
-from services.rollout.sampler import Sampler
-from services.trainer.app import create_service as create_trainer
-from shared.http.service import Service
 from shared.job import Job
 from shared.settings import Settings
+from tests.contract.test_openapi import SERVICES, document_of
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "tests/data/surface.json"
 MEANINGS = ROOT / "services/orchestrator/extensions/page/meanings.json"
-
-unused = cast(Any, None)
-SERVICES: dict[str, Callable[[Settings], Service]] = {
-    "orchestrator": lambda settings: create_orchestrator(settings, Store("redis://127.0.0.1:1")),
-    "rollout": lambda settings: create_rollout(settings, Sampler(unused, (), unused)),
-    "trainer": lambda settings: create_trainer(settings, unused, unused, {}),
-    "reward": lambda settings: create_reward(settings.model_copy(update={"sandbox": "unsafe"})),
-}
 
 
 def routes() -> list[str]:
     """Returns the routes in the OpenAPI documents, as "orchestrator POST /v1/jobs"."""
     return [
         f"{name} {method.upper()} {path}"
-        for name, make in SERVICES.items()
-        for path, methods in make(Settings()).app.openapi()["paths"].items()
+        for name in SERVICES
+        for path, methods in document_of(name)["paths"].items()
         for method in methods
     ]
 

@@ -4,8 +4,6 @@ and after it was accepted."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
@@ -27,14 +25,6 @@ async def jobs(stack: Stack) -> JobList:
     return await stack.client.get("/v1/jobs", JobList)
 
 
-def held_until(released: asyncio.Event, begun: asyncio.Event) -> Callable[[Any], Awaitable[None]]:
-    async def hold(_: Any) -> None:
-        begun.set()
-        await released.wait()
-
-    return hold
-
-
 async def test_a_submission_that_arrives_after_it_was_withdrawn_is_refused(stack: Stack) -> None:
     assert await withdraw(stack) == Withdrawn(job=None)
     assert await withdraw(stack) == Withdrawn(job=None)  # twice is once
@@ -45,12 +35,11 @@ async def test_a_submission_that_arrives_after_it_was_withdrawn_is_refused(stack
 
 
 async def test_one_that_is_withdrawn_while_it_is_checked_becomes_no_job(stack: Stack) -> None:
-    released, begun = asyncio.Event(), asyncio.Event()
-    stack.fakes.fault["validate"] = held_until(released, begun)
+    checking = stack.fakes.hold("validate")
     submitting = asyncio.create_task(stack.submit(key=KEY))
-    await begun.wait()
+    await checking.arrival()
     assert await withdraw(stack) == Withdrawn(job=None)
-    released.set()
+    checking.released.set()
     with pytest.raises(Conflict, match="was withdrawn"):
         await submitting
     assert len(await jobs(stack)) == 0

@@ -31,7 +31,7 @@ from shared.wire import (
     TokenIds,
     WeightsRef,
 )
-from tests.support.fuzzing import served
+from tests.support.running import served
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.system.test_rollout_engine import make_model
 
@@ -155,7 +155,7 @@ async def a_bench(folder: Path, **more: Any) -> AsyncIterator[Bench]:
     roots = (settings.shm_dir, settings.runs_dir)
     sampler = Sampler(VllmStarter(settings), roots, copies, max_adapters=2)
     try:
-        async with served(create_service(settings, sampler)) as url:
+        async with served(create_service(settings, sampler).server(0)) as url:
             spec = ModelRequest(model=str(model), dtype="float32", max_lora_rank=RANK.rank)
             await sampler.put_model(spec)
             yield Bench(folder, model, settings, sampler, url)

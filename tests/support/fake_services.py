@@ -83,6 +83,22 @@ WHERE: dict[str, dict[str, Any]] = {
 """What a reference says of where the weights are, where that is no folder."""
 
 
+class Hold:
+    """Calls that are held: `reached` is set once there is one, and `released` lets them go on."""
+
+    def __init__(self, when: Callable[[Any], object]) -> None:
+        self.reached, self.released = asyncio.Event(), asyncio.Event()
+        self._when = when
+
+    async def __call__(self, body: Any) -> None:
+        if self._when(body):
+            self.reached.set()
+            await self.released.wait()
+
+    async def arrival(self) -> None:
+        await asyncio.wait_for(self.reached.wait(), 60)
+
+
 class FakeServices:
     """All three in one. `calls` counts; setting `fault[route]` to a function runs it in that route
     first, and what it answers goes through `change[route]`. `errors` says why a prompt cannot be
@@ -152,6 +168,11 @@ class FakeServices:
     def service(self, name: str) -> Service:
         return self._services[name]
 
+    def hold(self, route: str, when: Callable[[Any], object] = lambda _: True) -> Hold:
+        """Holds the calls of the route for which `when` holds."""
+        hold = self.fault[route] = Hold(when)
+        return hold
+
     def restart_trainer(self) -> None:
         """What a killed trainer does: it comes back from its newest checkpoint, by
         itself."""
@@ -165,22 +186,18 @@ class FakeServices:
     @contextlib.asynccontextmanager
     async def running(self, settings: Settings) -> AsyncGenerator[Settings]:
         """Serves all three on free ports; yields the settings that name them."""
-        servers = [self._services[name].server(0) for name in ("rollout", "trainer", "reward")]
-        tasks = [asyncio.create_task(serve(server)) for server in servers]
-        while not all(server.started for server in servers):
-            await asyncio.sleep(0.01)
-        ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
-        urls = dict(
-            zip(
-                ("rollout_url", "trainer_url", "reward_url"),
-                (f"http://127.0.0.1:{port}" for port in ports),
-                strict=True,
-            )
-        )
+        servers = {f"{name}_url": self._services[name].server(0) for name in self._services}
+        tasks = [asyncio.create_task(serve(server)) for server in servers.values()]
+        while not all(server.started for server in servers.values()):
+            await asyncio.sleep(0.001)
+        urls = {
+            name: f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+            for name, server in servers.items()
+        }
         try:
             yield settings.model_copy(update=urls)
         finally:
-            for server in servers:
+            for server in servers.values():
                 server.should_exit = True
             await asyncio.gather(*tasks)
 

@@ -3,11 +3,9 @@ wrong with their answers."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +19,6 @@ from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi import checks
 
 from shared.http.service import Service
-from tests.support.running import serve
 
 CHECKS: Any = [
     not_a_server_error,
@@ -57,21 +54,6 @@ class Findings:
 
     statuses: Counter[int] = field(default_factory=Counter)
     faults: dict[str, str] = field(default_factory=dict)
-
-
-@contextlib.asynccontextmanager
-async def served(service: Service) -> AsyncGenerator[str]:
-    """Yields the URL of the service, on a free port of this process."""
-    server = service.server(0)
-    task = asyncio.create_task(serve(server))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        await task
 
 
 def fuzz(fuzzed: Fuzzed, num_cases: int) -> Findings:

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 
-from tests.support.running import serve
+from tests.support.running import served
 
 FAILS, HANGS_UP, HANGS = 100, 101, 102
 """Guesses that the environment fails at, ends the connection at, and never answers."""
@@ -38,17 +38,8 @@ class GuessServer:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[GuessServer]:
         config = uvicorn.Config(self.app, port=0, log_level="error", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(serve(server))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        try:
+        async with served(uvicorn.Server(config)) as self.url:
             yield self
-        finally:
-            server.should_exit = True
-            await task
 
     async def _schema(self) -> dict[str, Any]:
         tool = {"properties": {"type": {}, "tool_name": {}, "arguments": {}, "metadata": {}}}

@@ -50,8 +50,13 @@ class Stack:
         return self.app.state.sessions
 
     async def submit(self, job: Job | None = None, *, key: str | None = None) -> JobRecord:
-        body = SubmitRequest(job=job or self.job)
-        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60, key=key)
+        return await submit(self.client, job or self.job, key)
+
+    async def run(self, *statuses: str, job: Job | None = None, **changes: Any) -> JobRecord:
+        """Submits the job, with these changes; returns its record at the end, or in one of
+        `statuses`."""
+        submitted = await self.submit((job or self.job).model_copy(update=changes))
+        return await self.until(submitted.id, *statuses)
 
     async def get(self, job_id: str) -> JobRecord:
         return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
@@ -62,14 +67,19 @@ class Stack:
     async def events(self, job_id: str) -> tuple[Event, ...]:
         return (await self.client.get(f"/v1/jobs/{job_id}/events", EventList)).events
 
+    async def warnings(self, job_id: str) -> list[Event]:
+        """Returns the job's warnings but for findings about its numbers."""
+        return [
+            event
+            for event in await self.events(job_id)
+            if event.level == "warning" and "finding" not in event.data
+        ]
+
     def folder(self, job_id: str) -> RunFolder:
         return RunFolder((self.settings.runs_dir / job_id).resolve())
 
     async def until(self, job_id: str, *statuses: str) -> JobRecord:
-        async with asyncio.timeout(90):
-            while (record := await self.get(job_id)).status not in (statuses or TERMINAL):
-                await asyncio.sleep(POLL_S)
-        return record
+        return await ended(self.client, job_id, *statuses)
 
 
 @pytest.fixture
@@ -84,7 +94,7 @@ def job(tmp_path: Path) -> Job:
             "model": "owner/model",
             "steps": 8,
             "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
-            "sampling": {"prompts_per_step": 6, "group_size": 4, "max_tokens": 4},
+            "sampling": {"prompts_per_step": 2, "group_size": 4, "max_tokens": 4},
             "rewards": [{"grader": "exact_match"}],
             "evaluation": {"every": 4},
         }
@@ -139,10 +149,14 @@ async def _never(*_: object) -> None:
     """A killed process gives nothing back."""
 
 
+async def submit(client: Client, job: Job, key: str | None = None) -> JobRecord:
+    body = SubmitRequest(job=job)
+    return await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60, key=key)
+
+
 async def finish(client: Client, job: Job, *statuses: str) -> JobRecord:
     """Submits the job and returns its record at the end, or in one of `statuses`."""
-    record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
-    return await ended(client, record.id, *statuses)
+    return await ended(client, (await submit(client, job)).id, *statuses)
 
 
 async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:

@@ -67,7 +67,13 @@ async def pool_stack(
     monkeypatch.setattr(pool_module, "LOOK_AT_AWAY_S", 0.02)
     monkeypatch.setattr(pool_module, "REPLICA_SHARE", 0.02)
     monkeypatch.setattr(discovery, "DISCOVER_S", 0.05)
-    quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
+    quiet = job.model_copy(
+        update={
+            "data": job.data.model_copy(update={"eval": None}),
+            "sampling": job.sampling.model_copy(update={"prompts_per_step": 6}),
+            "steps": 4,
+        }
+    )
     fakes = FakeServices(settings)
     urls = rollout_url or ",".join(sampler.url for sampler in all_)
     async with fakes.running(settings) as running:

@@ -3,7 +3,6 @@ between them."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -14,6 +13,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+from tests.support.running import served
 
 Edit = Callable[[bytes], Awaitable[bytes]]
 SKIPPED = {"host", "content-length", "content-encoding", "connection", "transfer-encoding"}
@@ -77,12 +78,5 @@ async def _pass_on(
 @contextlib.asynccontextmanager
 async def _serving(forward: Callable[[Request], Awaitable[Response]]) -> AsyncGenerator[str]:
     app = Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST", "PUT"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
-    task = asyncio.create_task(server._serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+    async with served(uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))) as url:
+        yield url

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,19 @@ def running_redis(folder: Path) -> Generator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+@contextlib.asynccontextmanager
+async def served(server: uvicorn.Server) -> AsyncGenerator[str]:
+    """Serves in this event loop; yields the URL."""
+    serving = asyncio.create_task(serve(server))
+    while not server.started:
+        await asyncio.sleep(0.001)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 async def serve(server: uvicorn.Server) -> None:

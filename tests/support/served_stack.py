@@ -19,7 +19,7 @@ from services.orchestrator.app import create_service
 from services.orchestrator.store.store import Store
 from shared.settings import Settings
 from tests.support.fake_services import FakeServices
-from tests.support.running import running_redis
+from tests.support.running import running_redis, served
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,6 @@ class _Thread(threading.Thread):
             self._settings = settings.model_copy(update=self._given)
             store = Store(self._redis_url)
             await store.open()
-            server = create_service(self._settings, store).server(0)
-            serving = asyncio.create_task(server._serve())
-            while not server.started:
-                await asyncio.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            self._url = f"http://127.0.0.1:{port}"
-            self._ready.set()
-            await self._end.wait()
-            server.should_exit = True
-            await serving
+            async with served(create_service(self._settings, store).server(0)) as self._url:
+                self._ready.set()
+                await self._end.wait()

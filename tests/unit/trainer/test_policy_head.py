@@ -39,9 +39,7 @@ def test_tiled_scores_and_gradients_equal_those_of_torch(monkeypatch, tile, chun
 
 
 @pytest.mark.parametrize("tile", [1, 12])
-@pytest.mark.parametrize(
-    "cap", [None, 10.0], ids=["plain", "capped, some tokens"]
-)
+@pytest.mark.parametrize("cap", [None, 10.0], ids=["plain", "capped, some tokens"])
 def test_the_gradient_is_that_of_the_values_to_double_precision(monkeypatch, tile, cap):
     small_tiles(monkeypatch, tile)
     torch.manual_seed(1)
