@@ -120,9 +120,9 @@ class Engine(Protocol):
         job's start (None)."""
         ...
 
-    def canary(self) -> Canary | None:
-        """Returns the weights' log-probs of a fixed sequence, which samplers compare with theirs;
-        None if they are not finite."""
+    def canary(self, noise: float | None = None) -> Canary | None:
+        """Returns the weights' log-probs of a fixed sequence, which samplers compare with theirs,
+        and their rounding `noise`, if it is known, else measured; None if they are not finite."""
         ...
 
     def save_weights(self, folder: Path) -> dict[str, str]:

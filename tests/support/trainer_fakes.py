@@ -104,9 +104,12 @@ class FakeEngine:
         self.totals.append(totals)
         return Update(loss=0.5, grad_norm=2.0, metrics={"entropy": 1.0})
 
-    def canary(self) -> Canary:
+    def canary(self, noise: float | None = None) -> Canary:
+        """Its noise is the number of updates when it was measured."""
         self.num_canaries += 1
-        return Canary(token_ids=(1, 2, 3), logprobs=Logprobs((-1.0, -0.1 * self.num_updates)))
+        logprobs = Logprobs((-1.0, -0.1 * self.num_updates))
+        noise = self.num_updates if noise is None else noise
+        return Canary(token_ids=(1, 2, 3), logprobs=logprobs, noise=noise)
 
     def save_weights(self, folder: Path) -> dict[str, str]:
         if self.rank:

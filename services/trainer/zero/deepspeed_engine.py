@@ -321,9 +321,10 @@ class DeepSpeedEngine:
         return self._parts.updater.optim_step(how)
 
     @torch.no_grad()
-    def canary(self) -> Canary | None:
-        """Returns a fixed sequence with its log-probs by the weights, adapters included, from two
-        passes. None if they are not finite, because they could not match a sampler's."""
+    def canary(self, noise: float | None = None) -> Canary | None:
+        """Returns a fixed sequence with its log-probs by the weights, adapters included, and the
+        `noise` of an earlier version; None: measured now, by a second pass. Returns None if they
+        are not finite, because they could not match a sampler's."""
         model = self._parts.model
         ids = canary_ids(model.config.get_text_config(), self._job.max_model_len)
         whole = Example(
@@ -332,7 +333,8 @@ class DeepSpeedEngine:
         chunk_tokens = self._job.memory.chunk_tokens
         batch = collate([whole], layout=self._parts.updater.layout).to(self._device)
         logprobs_N, _ = Policy(model, temperature=1.0, chunk_tokens=chunk_tokens)(batch)
-        noise = rounding_noise(model, batch, logprobs_N, chunk_tokens)
+        if noise is None:
+            noise = rounding_noise(model, batch, logprobs_N, chunk_tokens)
         if not (logprobs_N.isfinite().all() and math.isfinite(noise)):
             return None
         logprobs = Logprobs(logprobs_N.float().tolist())

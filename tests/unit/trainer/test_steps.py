@@ -261,6 +261,17 @@ def test_an_adapter_is_published_of_a_job_that_trains_one_and_of_no_other(tmp_pa
     assert list(ref.canary.logprobs) == [-1.0, 0.0]
 
 
+def test_the_noise_of_the_canary_is_measured_at_first_and_at_every_eighth_step(tmp_path):
+    trainer, engines = loaded_trainer(tmp_path)
+    found = []
+    for step in range(1, 10):
+        trainer.train_step(step_request(step))
+        ref = trainer.publish_weights(PublishRequest(job_id="a", version=step, method="shm"))
+        found.append(ref.canary.noise)
+    assert engines[0].num_canaries == 9
+    assert found == [1, 1, 1, 1, 1, 1, 1, 8, 8]
+
+
 def test_only_the_current_version_can_be_published(tmp_path):
     trainer, _ = loaded_trainer(tmp_path)
     trainer.train_step(step_request(1))
