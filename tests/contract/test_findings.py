@@ -41,7 +41,8 @@ async def test_a_job_that_does_well_has_no_findings(stack: Stack) -> None:
 
 
 async def test_a_job_without_signal_is_told_so_also_without_a_stack(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
+    sampling = stack.job.sampling.model_copy(update={"prompts_per_step": 6})
+    record = await stack.run(sampling=sampling)
     flat = [MetricsRow(step=step, metrics=FLAT) for step in range(1, 9)]
     for row in flat:
         stack.folder(record.id).replace_metrics(row)

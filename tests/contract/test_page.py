@@ -185,7 +185,8 @@ async def test_groups_tell_in_brief_what_their_rollouts_have(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_rollouts, "LOOK_S", 60.0)
-    record = await stack.until((await stack.submit()).id)
+    sampling = stack.job.sampling.model_copy(update={"prompts_per_step": 6})
+    record = await stack.run(sampling=sampling)
     at = f"/v1/jobs/{record.id}"
     listed = (await stack.http.get(f"{at}/rollouts/groups?step=4")).json()
     assert (listed["step"], len(listed["groups"])) == (4, 6) and listed["steps"] == [*range(1, 9)]
@@ -219,7 +220,8 @@ async def test_run_folders_alone_give_the_same_answers_as_the_orchestrator(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_rollouts, "LOOK_S", 60.0)
-    record = await stack.until((await stack.submit()).id)
+    sampling = stack.job.sampling.model_copy(update={"prompts_per_step": 6})
+    record = await stack.run(sampling=sampling)
     await orchestrator_stack.until_noted(stack.folder(record.id), "succeeded")
     service = create_view(stack.settings, [stack.folder(record.id).path])
     async with in_process(service.app) as http:
