@@ -399,8 +399,10 @@ def rendered(
     answering: bool,
 ) -> str:
     """Returns the messages as the chat template renders them; if `answering`, with the head of the
-    next answer."""
-    options = {"add_generation_prompt": answering, **template_args, "tokenize": False}
+    next answer, unless `template_args` leave it out."""
+    options = {"add_generation_prompt": True, **template_args, "tokenize": False}
+    if not answering:
+        options["add_generation_prompt"] = False
     try:
         return tokenizer.apply_chat_template(for_template(messages), **options)
     except Exception as error:  # the template is code of the model, and runs on a job's data

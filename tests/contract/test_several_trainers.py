@@ -146,7 +146,7 @@ async def test_a_trainer_that_is_unreachable_takes_no_job_where_there_is_another
             update={
                 "trainer_url": f"http://127.0.0.1:9;{there.trainer_url}",
                 "rollout_url": f"http://127.0.0.1:10;{there.rollout_url}",
-                "patience_s": 0.1,
+                "patience_s": 0.5,
             }
         )
         async with orchestrator_client(both, redis_url) as client:
@@ -193,7 +193,7 @@ async def two_orchestrators(
     monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
     monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
     monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
-    both = [settings.model_copy(update={"patience_s": 0.1}) for settings in (one, other)]
+    both = [settings.model_copy(update={"patience_s": 0.5}) for settings in (one, other)]
     async with (
         orchestrator(both[0], redis_url) as (first_store, first),
         Client("orchestrator", "http://localhost", transport=first) as first_client,
