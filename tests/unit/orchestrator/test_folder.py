@@ -70,13 +70,6 @@ def test_what_the_trainer_said_of_tokens_goes_with_its_batch(folder: RunFolder) 
     assert folder.trained(1) is None and folder.trained(2) and folder.batch_steps() == [2]
 
 
-def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:
-    for job_id in ("demo-1", "demo-2"):
-        RunFolder(tmp_path / job_id).create(JOB)
-    assert (tmp_path / "demo").resolve().name == "demo-2"
-    assert json.loads((tmp_path / "demo" / "job.json").read_text())["name"] == "demo"
-
-
 def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(folder: RunFolder) -> None:
     folder.create(JOB.model_copy(update={"steps": 10}))
     assert json.loads((folder.path / "job.json").read_text())["steps"] == 10, "that may change"

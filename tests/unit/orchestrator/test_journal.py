@@ -5,6 +5,10 @@ from typing import Any
 from services.orchestrator.store.leases import Journal
 from shared.wire import MetricsRow, TrainerState
 
+LOADED = TrainerState(
+    job_id="j", step=0, num_ranks=1, dtype="float32", device="cpu", num_parameters=1000
+)
+
 
 class Store:
     def __init__(self) -> None:
@@ -17,28 +21,17 @@ class Store:
 async def test_a_model_that_cannot_share_prefixes_says_why() -> None:
     store: Any = Store()
     without = "prompts are computed again for each completion, because the model has 'mamba' layers"
-    state = TrainerState(
-        job_id="j",
-        step=0,
-        num_ranks=1,
-        dtype="float32",
-        device="cpu",
-        num_parameters=1000,
-        without=without,
-    )
+    state = LOADED.model_copy(update={"without": without})
     await Journal(store, lease=None).loaded(state, 0)
     assert store.said == [without, "the trainer has 1,000 parameters as float32, 1 rank on cpu"]
-    await Journal(store, lease=None).loaded(state.model_copy(update={"without": ""}), 0)
+    await Journal(store, lease=None).loaded(LOADED, 0)
     assert len(store.said) == 3
 
 
 async def test_a_resumed_job_says_which_steps_are_trained_again() -> None:
     store: Any = Store()
-    state = TrainerState(
-        job_id="j", step=0, num_ranks=1, dtype="float32", device="cpu", num_parameters=1000
-    )
     for step, furthest in ((0, 3), (2, 3), (3, 3)):
-        at = state.model_copy(update={"step": step})
+        at = LOADED.model_copy(update={"step": step})
         await Journal(store, lease=None).loaded(at, furthest)
     assert [said.partition("; ")[2] for said in store.said] == [
         "resumed at step 0: steps 1 to 3 are trained again",

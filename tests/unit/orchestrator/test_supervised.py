@@ -52,6 +52,13 @@ def taught(job: Job) -> list[tuple[Any, ...]]:
     return [(lesson.prompt.content, *lesson.answers) for lesson in found]
 
 
+def refused(asked: Job, row: int, message: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        check_rows(asked, load_prompts(asked, Settings()))
+    assert raised.value.detail.startswith(f"row {row} of data.train in the job")
+    assert message in raised.value.detail
+
+
 def test_a_row_teaches_its_answer_column_or_what_the_template_makes() -> None:
     rows = [{"prompt": "1?", "answer": "one"}, {"prompt": "2?", "answer": "two"}]
     assert taught(job(rows)) == [("1?", "one"), ("2?", "two")]
@@ -99,11 +106,7 @@ def test_answers_are_normalized_as_prompts_are() -> None:
 def test_a_row_without_an_answer_is_found_when_the_job_is_submitted(
     row: dict[str, Any], message: str
 ) -> None:
-    asked = job([{"prompt": "0?", "answer": "zero"}] * 3 + [row])
-    with pytest.raises(BadRequest) as raised:
-        check_rows(asked, load_prompts(asked, Settings()))
-    assert raised.value.detail.startswith("row 3 of data.train in the job")
-    assert message in raised.value.detail
+    refused(job([{"prompt": "0?", "answer": "zero"}] * 3 + [row]), 3, message)
 
 
 DPO: dict[str, Any] = {"training": {"objective": "dpo"}}
@@ -168,6 +171,11 @@ def test_a_data_set_of_two_chats_and_no_prompt_teaches_preferences() -> None:
             "column 'rejected': got [{'role': 'user', 'content': 'a'}]; expected an answer",
         ),
         ({"prompt": "1?", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are both 'b'"),
+        ({"prompt": ASKED, "chosen": "a", "rejected": [said("assistant", "a")]}, "are both 'a'"),
+        (
+            {"prompt": ASKED, "chosen": [said("assistant", "")], "rejected": "b"},
+            "column 'chosen': an assistant's message has content ''",
+        ),
         (
             {"prompt": ASKED, "chosen": "b", "rejected": [CHAT[2], CHAT[3]]},
             "column 'rejected': its messages before the answer differ from the prompt's",
@@ -177,11 +185,7 @@ def test_a_data_set_of_two_chats_and_no_prompt_teaches_preferences() -> None:
 def test_a_row_without_a_preference_is_found_when_the_job_is_submitted(
     row: dict[str, Any], message: str
 ) -> None:
-    asked = job([row], **DPO)
-    with pytest.raises(BadRequest) as raised:
-        check_rows(asked, load_prompts(asked, Settings()))
-    assert raised.value.detail.startswith("row 0 of data.train in the job")
-    assert message in raised.value.detail
+    refused(job([row], **DPO), 0, message)
 
 
 def test_a_preference_is_a_chosen_and_a_rejected_example() -> None:
@@ -203,8 +207,7 @@ def test_a_warm_up_needs_answers_too() -> None:
         warmup={"steps": 1},
         rewards=[{"grader": "length"}],
     )
-    with pytest.raises(BadRequest, match=r"row 0 of data\.train in the job has no answer to learn"):
-        check_rows(asked, load_prompts(asked, Settings()))
+    refused(asked, 0, "has no answer to learn")
 
 
 # --- what is trained on --------------------------------------------------------------------------
@@ -319,6 +322,7 @@ def test_passes_that_are_all_warm_up_are_refused_when_the_rows_are_counted() -> 
 
 
 REWARDS = [{"grader": "length"}]
+REWARDED: dict[str, Any] = {"training": {}, "rewards": REWARDS, "warmup": {"steps": 2}}
 GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
 
 
@@ -358,13 +362,15 @@ GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
             "training.train_on is set, and no step learns one answer",
         ),
         (
-            {"training": {}, "rewards": REWARDS, "warmup": {"steps": 9}},
+            REWARDED | {"warmup": {"steps": 9}},
             "warmup.steps is 9 and steps 9; expected fewer than steps",
         ),
         (
             {"training": {}, "warmup": {"steps": 2}, "environment": GAME},
             "warmup.steps is 2 and the job has an [environment]",
         ),
+        ({"training": {"objective": "sft", "dpo_beta": 0.5}}, "training.dpo_beta is 0.5"),
+        ({**REWARDED, "warmup": {"learning_rate": 0.5}}, "warmup.learning_rate is 0.5"),
     ],
 )
 def test_what_supervised_steps_have_no_use_for_is_refused(
@@ -373,13 +379,6 @@ def test_what_supervised_steps_have_no_use_for_is_refused(
     with pytest.raises(BadRequest) as raised:
         job(**changes)
     assert message in raised.value.detail
-
-
-REWARDED: dict[str, Any] = {
-    "training": {},
-    "rewards": [{"grader": "length"}],
-    "warmup": {"steps": 2},
-}
 
 
 def sampled_after(job: Job) -> list[Any]:
@@ -394,44 +393,6 @@ def test_after_a_warm_up_no_completion_is_sampled_after_the_answer() -> None:
     assert sampled_after(job([{"prompt": CHAT}], **unlearned))[0] == tuple(CHAT)
     chosen = job([{"prompt": CHAT, "rejected": "c"}], **DPO)
     assert sampled_after(chosen)[0] == tuple(CHAT[:3])
-
-
-def test_a_warm_up_ends_before_the_passes_over_the_data_do() -> None:
-    data = {"train": [{"prompt": f"{i}?", "answer": "a"} for i in range(6)], "epochs": 1}
-    short = job(data=data, steps=0, **REWARDED)  # 6 rows of 2 a step
-    assert with_steps(short, 6).steps == 3
-    with pytest.raises(
-        BadRequest, match=r"data.epochs is 1: warmup.steps is 2 and steps 2; expected"
-    ):
-        with_steps(short, 4)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": "a", "rejected": [said("assistant", "a")]}, "are both 'a'"),
-        (
-            {"chosen": [said("assistant", "")], "rejected": "b"},
-            "column 'chosen': an assistant's message has content ''",
-        ),
-    ],
-)
-def test_a_preference_that_teaches_nothing_is_refused(row: dict[str, Any], message: str) -> None:
-    pair = {"prompt": ASKED, "chosen": "b", "rejected": "c"} | row
-    with pytest.raises(BadRequest, match=message):
-        taught(job([pair], **DPO))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"training": {"objective": "sft", "dpo_beta": 0.5}}, "training.dpo_beta is 0.5"),
-        ({**REWARDED, "warmup": {"learning_rate": 0.5}}, "warmup.learning_rate is 0.5"),
-    ],
-)
-def test_a_key_that_no_step_uses_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
-        job(**changes)
 
 
 def test_a_wrong_objective_is_the_only_fault_named() -> None:

@@ -4,6 +4,8 @@ does, by hand."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,24 +18,34 @@ pytestmark = pytest.mark.engine
 HIDDEN, HEAD, VOCAB, PADDED = 8, 2, 10, 16
 
 
-class Devices:
-    """Threads in the place of devices."""
+def check_each_device_reads(
+    whole: dict[str, Any],
+    size: int,
+    part: Callable[[int], Any],
+    packed: dict[str, list[str]] | None = None,
+) -> None:
+    """Reads the parts of a model back in threads, which stand for devices, and compares."""
+    import torch
 
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=30)
-        self._parts: list[Any] = [None] * count
+    from services.rollout.on_vllm import inside_worker
 
-    def gather_of(self, rank: int):
-        import torch
+    barrier, pieces = threading.Barrier(size, timeout=30), list[Any]([None] * size)
 
+    def read(rank: int) -> dict[str, Any]:
         def gather(tensor: Any, dim: int) -> Any:
-            self._parts[rank] = tensor
-            self._barrier.wait()
-            whole = torch.cat(self._parts, dim)
-            self._barrier.wait()
-            return whole
+            pieces[rank] = tensor
+            barrier.wait()
+            gathered = torch.cat(pieces, dim)
+            barrier.wait()
+            return gathered
 
-        return gather
+        return dict(inside_worker.tensors(part(rank), packed or {}, gather))
+
+    with ThreadPoolExecutor(size) as devices:
+        for read_back in devices.map(read, range(size), timeout=60):
+            assert read_back.keys() == whole.keys()
+            for name, expected in whole.items():
+                assert read_back[name].equal(expected), name
 
 
 def layer(kind: type, **attributes: Any) -> Any:
@@ -103,12 +115,7 @@ def split(whole: dict[str, Any], rank: int, size: int, kv_heads: int) -> Any:
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 2), (2, 4), (4, 2), (4, 1)])
 def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> None:
-    import torch
-
-    from services.rollout.on_vllm import inside_worker
-
-    def tensor(*shape: int) -> Any:
-        return torch.randn(shape)
+    from torch import randn as tensor
 
     whole = {
         "embed.weight": tensor(VOCAB, HIDDEN),
@@ -128,22 +135,7 @@ def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> N
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    devices = Devices(size)
-    found: list[dict[str, Any]] = [{} for _ in range(size)]
-
-    def read(rank: int) -> None:
-        model = split(whole, rank, size, kv_heads)
-        found[rank] = dict(inside_worker.tensors(model, packed, devices.gather_of(rank)))
-
-    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for read_back in found:
-        assert read_back.keys() == whole.keys()
-        for name, expected in whole.items():
-            assert read_back[name].equal(expected), name
+    check_each_device_reads(whole, size, lambda rank: split(whole, rank, size, kv_heads), packed)
 
 
 def experts_of(whole: dict[str, Any], rank: int, size: int, kernel: str) -> Any:
@@ -206,24 +198,8 @@ def some_experts() -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kernel", ["TRITON", "FLASHINFER_CUTLASS"])
 def test_each_expert_is_read_back_whole_from_all_devices(size: int, kernel: str) -> None:
-    from services.rollout.on_vllm import inside_worker
-
-    whole, devices = some_experts(), Devices(size)
-    found: list[dict[str, Any]] = [{} for _ in range(size)]
-
-    def read(rank: int) -> None:
-        model = experts_of(whole, rank, size, kernel)
-        found[rank] = dict(inside_worker.tensors(model, {}, devices.gather_of(rank)))
-
-    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for read_back in found:
-        assert read_back.keys() == whole.keys()
-        for name, expected in whole.items():
-            assert read_back[name].equal(expected), name
+    whole = some_experts()
+    check_each_device_reads(whole, size, lambda rank: experts_of(whole, rank, size, kernel))
 
 
 def test_experts_that_a_kernel_reorders_or_devices_share_are_not_read_back() -> None:

@@ -42,16 +42,6 @@ def gives_up(action: Send | Poll | GiveUp) -> HoneError:
     return action.error
 
 
-def test_pauses_double_from_a_tenth_of_a_second_to_two_seconds() -> None:
-    retry, now, pauses = call(), 0.0, list[float]()
-    for _ in range(7):
-        action = retry.failed(lost(), now)
-        assert isinstance(action, Send)
-        pauses.append(action.pause_s)
-        now += action.pause_s
-    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-
-
 @pytest.mark.parametrize("kind", [Conflict, StateLost, NotFound])
 def test_what_the_service_answered_on_purpose_is_raised_at_once(kind: type[HoneError]) -> None:
     error = kind("a newer attempt took over", code="stale")
@@ -81,14 +71,6 @@ def test_no_attempt_begins_at_the_deadline_or_later() -> None:
     assert retry.failed(lost(), 9.8) == Send(0.1)
     assert retry.left_s(9.8) == pytest.approx(0.2)
     assert gives_up(retry.failed(lost(), 9.9)).detail == "connection lost"
-
-
-def test_a_busy_service_is_asked_when_it_said_up_to_the_deadline() -> None:
-    retry, full = call(deadline_s=20.0, patience_s=1.0), Busy("full", retry_after_s=7)
-    assert retry.failed(full, 0.0) == Send(7)
-    assert retry.failed(Busy("full", retry_after_s=3), 7.0) == Send(3)
-    assert retry.failed(Busy("full", retry_after_s=0), 10.0) == Send(2.0)
-    assert gives_up(retry.failed(Busy("full", retry_after_s=60), 12.0)).detail == "full"
 
 
 def test_a_service_that_forgot_the_operation_is_there_and_is_sent_the_request() -> None:
