@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from shared.errors import BadRequest
-
 pytestmark = pytest.mark.engine
 
 HIDDEN, HEAD, VOCAB, PADDED = 8, 2, 10, 16
@@ -255,11 +253,3 @@ def layer_norm(value: float) -> Any:
     module = nn.Module()
     module.weight = nn.Parameter(torch.full((HIDDEN,), value))
     return module
-
-
-def test_more_devices_than_there_are_is_one_sentence() -> None:
-    from services.rollout.on_vllm.arguments import check_devices
-
-    check_devices(2, 2)
-    with pytest.raises(BadRequest, match=r"SIZE is 4, and the sampler sees 2 GPU\(s\)"):
-        check_devices(4, 2)

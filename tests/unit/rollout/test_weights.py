@@ -1,16 +1,22 @@
-"""What a published version must be before it is loaded."""
+"""What a published version must be before it is loaded; the labels beside tokens, whose weights
+sampled them and which version; and a sampler that met the trainer after it was given up for late.
+vLLM is imported where it is used: every worker of pytest imports the test modules."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from services.rollout.running import label, spans
 from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.loading import LOADERS, published_folder, verify
 from services.rollout.weights.proofs import (
@@ -19,11 +25,15 @@ from services.rollout.weights.proofs import (
     compare,
     expected_version,
 )
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest, Conflict, Failed
 from shared.host.disk import run_for_volume
 from shared.job import SyncMethod
 from shared.weights.folders import digest_of, stored_tensors, tensor_digests
-from shared.wire import FolderWeights
+from shared.wire import FolderWeights, Span
+
+if TYPE_CHECKING:
+    from services.rollout.on_vllm.inside_transfer import Incoming
+
 
 MODEL: Shapes = {"embed": (4, 2), "norm": (2,)}
 NO_COPIES = Copies(Path("/nonexistent"), Fetcher("http://127.0.0.1:9"))
@@ -191,3 +201,74 @@ def test_weights_elsewhere_are_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "shm" / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Failed, match="weights are loaded only from below"):
         published_folder(ref(tmp_path / path), (tmp_path / "shm",))
+
+
+def test_a_span_per_sync_says_where_it_begins() -> None:
+    labels = [(label("job:2:1", 5), 0), (label("job:2:1", 6), 7)]
+    assert spans(labels, "job:2:1") == (Span(version=5, start=0), Span(version=6, start=7))
+
+
+def test_weights_that_no_job_published_have_no_version() -> None:
+    assert spans([("default", 0)], "") == ()
+
+
+@pytest.mark.parametrize("other", [label("job:2:2", 5), label("next:2:1", 5), "default"])
+def test_tokens_of_another_life_are_never_a_jobs(other: str) -> None:
+    labels = [(label("job:2:1", 5), 0), (other, 3)]
+    with pytest.raises(Conflict, match="tokens from 3 on were sampled by weights of") as caught:
+        spans(labels, "job:2:1")
+    assert caught.value.code == "stale"
+
+
+def test_by_hand_all_lives_are_taken() -> None:
+    labels = [(label("job:2:1", 5), 0), (label("job:2:2", 3), 4)]
+    assert spans(labels, "") == (Span(version=5, start=0), Span(version=3, start=4))
+
+
+class Engine:
+    """Meets the trainer once `met` is set. `deadline_s` after its turn began it is late."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.meet_s, self.began_at = deadline_s, time.monotonic()
+        self.met, self.ended = threading.Event(), threading.Event()
+
+    def parse_init_info(self, meeting: Any) -> Any:
+        return meeting
+
+    def init_transfer_engine(self, _: Any) -> None:
+        self.met.wait(60)
+
+    def shutdown(self) -> None:
+        self.ended.set()
+
+
+def incoming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Incoming:
+    from services.rollout.on_vllm import inside_transfer
+
+    monkeypatch.setattr(inside_transfer, "WeightTransferConfig", SimpleNamespace)
+    monkeypatch.setattr(
+        inside_transfer,
+        "WeightTransferEngineFactory",
+        SimpleNamespace(create_engine=lambda *_: engine),
+    )
+    worker = SimpleNamespace(vllm_config=None, device=None, get_model=lambda: None)
+    return inside_transfer.Incoming(cast(Any, worker), inside_transfer.SHARED, {}, [])
+
+
+def test_one_that_meets_too_late_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(deadline_s=0.0)
+    coming = incoming(engine, monkeypatch)
+    time.sleep(0.01)
+    late = coming.problem()
+    assert late == "trainer and sampler did not meet within 0 s"
+    engine.met.set()
+    assert engine.ended.wait(60) and coming.problem() == late
+
+
+def test_one_that_meets_in_time_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(deadline_s=60.0)
+    coming = incoming(engine, monkeypatch)
+    engine.met.set()
+    while (problem := coming.problem()) is None:
+        time.sleep(0.01)
+    assert problem == "" and not engine.ended.is_set()

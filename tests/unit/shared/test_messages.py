@@ -1,4 +1,4 @@
-"""Chat messages in one form, whoever wrote them."""
+"""Chat messages in one form, whoever wrote them, and OpenAI's graders as rewards of a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from shared.errors import BadRequest
+from shared.job import RewardSpec
 from shared.wire.messages import for_openai, for_template, normalized, without_arrow_nones
+from shared.wire.rewards import reward_of
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
@@ -74,3 +77,25 @@ def test_messages_of_arrow_lose_what_it_adds_and_other_structs_do_not() -> None:
         "id": None,
     }
     assert without_arrow_nones([{"a": None}]) == [{"a": None}]
+
+
+@pytest.mark.parametrize("kind", [None, 3, "function"])
+def test_a_grader_without_a_type_is_refused(kind: object) -> None:
+    with pytest.raises(BadRequest, match=r"grader\.type"):
+        reward_of({"type": kind})
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"grader\.name.* is 3; expected text"):
+        reward_of({"type": "exact_match", "name": 3})
+
+
+@pytest.mark.parametrize("named", [{}, {"name": None}, {"name": ""}])
+def test_a_grader_without_a_name_is_called_by_its_type(named: dict[str, Any]) -> None:
+    assert reward_of({"type": "exact_match", **named}).label == "exact_match"
+
+
+@pytest.mark.parametrize("kind", ["exact_match", "string_check"])
+def test_type_and_name_are_beside_the_params_of_every_grader(kind: str) -> None:
+    expected = RewardSpec(grader=kind, name="n", params={"column": "answer"})
+    assert reward_of({"type": kind, "name": "n", "column": "answer"}) == expected
