@@ -81,7 +81,9 @@ async def tokens_after(
     """Returns the token ids `[T]` between the answer that is message `num_known - 1`, whose last
     sampled token is `last_token`, and the next answer. Raises PrefixChanged."""
     earlier, answer = request.messages[: num_known - 1], request.messages[num_known - 1]
-    marked = (*earlier, {**_without_thoughts(answer), "content": _marked(answer)})
+    thoughts = ("reasoning", "reasoning_content")
+    shown_answer = {name: value for name, value in answer.items() if name not in thoughts}
+    marked = (*earlier, {**shown_answer, "content": _marked(answer)})
     shown = await chat.render(request, marked, answering=False)
     everything = (*marked, *request.messages[num_known:])
     shown_whole = await chat.render(request, everything, answering=True)
@@ -120,14 +122,6 @@ def _after_mark(text: str) -> str:
     """Returns the text after the mark; all text if the template leaves out the text of an answer
     that calls tools."""
     return text.rpartition(MARK)[2]
-
-
-def _without_thoughts(message: Message) -> Message:
-    return {
-        name: value
-        for name, value in message.items()
-        if name not in ("reasoning", "reasoning_content")
-    }
 
 
 NUM_END_TOKENS = 16

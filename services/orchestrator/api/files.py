@@ -128,7 +128,9 @@ def _add_reading(service: Service, uploads: Uploads, store: Store) -> None:
         if after and UPLOADED.fullmatch(after) and after not in [file.id for file in files]:
             made_at = await store.removals.created_at(after)
             if made_at is not None:
-                files, after = _beyond(files, (made_at, after), order), None
+                place, rises = (made_at, after), order == "asc"
+                files = [each for each in files if ((each.created_at, each.id) > place) == rises]
+                after = None
         page, more = _page_of(files if order == "asc" else files[::-1], after, limit)
         return FileList(
             data=tuple(page),
@@ -209,15 +211,6 @@ async def _written(act: Callable[[], T]) -> T:
     """Returns the result of `act`. It may take long, because jobs write by the pool's threads too.
     A cancelled request waits for it, and keeps the file's lock as long."""
     return await finish_despite_cancel(run_in_thread(act))
-
-
-def _beyond(
-    files: Sequence[UploadedFile], place: tuple[int, str], order: Order
-) -> list[UploadedFile]:
-    """Returns the files after the place in the order, oldest first."""
-    if order == "asc":
-        return [file for file in files if (file.created_at, file.id) > place]
-    return [file for file in files if (file.created_at, file.id) < place]
 
 
 def _page_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -167,8 +166,11 @@ def _add_changing(
         Its run folder and checkpoints stay unless `files` is true. With `files` it is refused while
         a job that has not ended begins with a checkpoint or evaluates it."""
         run_dir = await store.ended_run_dir(job_id)
-        if run_dir and files:
-            await _check_unused(store, job_id, run_dir)
+        for use in await store.models_below(run_dir) if run_dir and files else ():
+            raise Conflict(
+                f"{str(use.path)!r} of job {job_id!r} is used by job {use.job_id!r}, which is "
+                f"{use.status}; cancel that job, wait for its end, or delete without the files"
+            )
         if run_dir:
             folder = RunFolder(run_dir)
             await asyncio.to_thread(folder.remove if files else folder.mark_deleted)
@@ -231,14 +233,6 @@ def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, PromptLengths
 def _planned(job: Job, lengths: PromptLengths, settings: Settings, *, online: bool) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
     return make_plan(job, model, settings, planned_gpus(settings), lengths)
-
-
-async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
-    for use in await store.models_below(run_dir):
-        raise Conflict(
-            f"{str(use.path)!r} of job {job_id!r} is used by job {use.job_id!r}, which is "
-            f"{use.status}; cancel that job, wait for its end, or delete without the files"
-        )
 
 
 def _check_same_kind(old: Job, new: Job) -> None:

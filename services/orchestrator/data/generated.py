@@ -107,7 +107,9 @@ def open_generated(source: ProblemSet, runs_dir: Path, wanted: str | None) -> Js
         with writing("folder", path.parent):
             disk.make_folder(path.parent)
             _generate(source, path)
-            _remove_oldest(path.parent)
+            made = sorted(path.parent.glob("*.jsonl"), key=lambda each: each.stat().st_mtime)
+            for oldest in made[:-MAX_FILES]:
+                oldest.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the folder is read-only
         os.utime(path)
     version = digest_of_file(path)
@@ -164,12 +166,6 @@ async def _while_wanted(work: Coroutine[Any, Any, None]) -> None:
     finally:
         running.cancel()
     await running
-
-
-def _remove_oldest(folder: Path) -> None:
-    files = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    for path in files[:-MAX_FILES]:
-        path.unlink(missing_ok=True)
 
 
 # --- in the process that generates ----------------------------------------------------------------

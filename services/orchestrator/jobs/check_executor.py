@@ -21,7 +21,7 @@ from services.orchestrator.jobs.prompt_checks import prompt_lengths
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from shared.errors import Busy, Failed, HoneError, Unavailable
 from shared.host.processes import run_in_thread
-from shared.http.gate import caller
+from shared.http.gate import caller, caller_name
 from shared.job import Job
 from shared.settings import Settings
 from shared.turns import Turn, Turns
@@ -94,7 +94,7 @@ class CheckExecutor:
 
     async def in_thread(self, job: Job, work: Callable[..., T], *args: Any) -> T:
         """Returns the work's result. The work keeps its turn until its thread has ended."""
-        turn = await self._threads.take(_who(), len(job.model_dump_json()))
+        turn = await self._threads.take(caller_name(), len(job.model_dump_json()))
         context, end = contextvars.copy_context(), threading.Event()
         context.run(ended.set, end)
         running = asyncio.ensure_future(run_in_thread(lambda: context.run(work, *args)))
@@ -152,16 +152,11 @@ async def _in_process(
     deadline_s: float,
     what: str,
 ) -> T:
-    turn = await turns.take(_who(), size_bytes)
+    turn = await turns.take(caller_name(), size_bytes)
     try:
         return await run_in_subprocess(work, *args, deadline_s=deadline_s, what=what)
     finally:
         turns.end(turn)
-
-
-def _who() -> str | None:
-    key = caller.get()
-    return key.name if key else None
 
 
 def _on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from services.orchestrator.data.choosing import (
     BadRow,
@@ -194,7 +193,10 @@ def _check_sendable(prompt: Prompt, data: str) -> None:
     except BadRequest as error:
         at = f"row {prompt.index} of {data}"
         for name, value in prompt.row.items():
-            _check_value(name, value, at)
+            try:
+                _encode(Prompt(index=0, content="", row={name: value}))
+            except BadRequest as of_value:
+                raise BadRow(f"{at}, column {name!r}: {of_value.detail}") from of_value
         raise BadRow(f"{at}, its prompt: {error.detail}") from error
 
 
@@ -202,13 +204,6 @@ def _encode(prompt: Prompt) -> None:
     """Tries msgpack and JSON: services get msgpack, but accept only values that JSON can carry."""
     codec.encode(prompt, codec.MSGPACK)
     codec.encode(prompt)
-
-
-def _check_value(name: str, value: Any, at: str) -> None:
-    try:
-        _encode(Prompt(index=0, content="", row={name: value}))
-    except BadRequest as error:
-        raise BadRow(f"{at}, column {name!r}: {error.detail}") from error
 
 
 def prompt_lengths(job: Job, settings: Settings) -> PromptLengths:

@@ -250,8 +250,11 @@ class VllmChat:
     ) -> list[Message]:
         """Returns the messages that vLLM's own route would answer with these completions."""
         call = await self._adjusted(request, prompt_token_ids)
-        if not request.is_constrained:
-            _refuse_limits(call)
+        if not request.is_constrained and call.extract_structured_outputs() is not None:
+            raise BadRequest(
+                'a tool with "strict": true limits which tokens can be sampled, and training '
+                "cannot compute the same limit; expected tools without it"
+            )
         return [await self._parsed(call, prompt_token_ids, rollout) for rollout in rollouts]
 
     async def constraint(self, request: ChatRequest, prompt_token_ids: list[int]) -> Constraint:
@@ -358,14 +361,6 @@ class VllmChat:
             return ChatCall.model_validate({**fields, "messages": messages, **options})
         except (ValidationError, VLLMClientError) as error:
             raise BadRequest(f"vLLM refuses the request: {' '.join(str(error).split())}") from error
-
-
-def _refuse_limits(request: ChatCompletionRequest) -> None:
-    if request.extract_structured_outputs() is not None:
-        raise BadRequest(
-            'a tool with "strict": true limits which tokens can be sampled, and training cannot '
-            "compute the same limit; expected tools without it"
-        )
 
 
 def _message(body: dict[str, Any]) -> Message:

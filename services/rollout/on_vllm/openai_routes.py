@@ -73,8 +73,10 @@ def _own(name: object) -> str | None:
 class ServingModels(OpenAIServingModels):
     """The base model and the adapters beside it, as vLLM's routes see them."""
 
-    def __init__(self, engine: EngineClient, model: str, adapters: LoadedAdapters) -> None:
-        super().__init__(engine, [BaseModelPath(name, model) for name in (model, ALIAS)])
+    def __init__(
+        self, engine: EngineClient, names: list[BaseModelPath], adapters: LoadedAdapters
+    ) -> None:
+        super().__init__(engine, names)
         self._adapters = adapters
         self.lora_requests: Any = _Requests(adapters)
 
@@ -124,10 +126,12 @@ def openai_app(
     """Returns the app that answers for `engine`, by the names `model` and `policy`, and for its
     `adapters`. `tool_parser` finds calls of tools in answers. Raises BadRequest if vLLM has no
     parser of that name."""
-    _check_parser(tool_parser)
+    known = ToolParserManager.list_registered()
+    if tool_parser is not None and tool_parser not in known:
+        raise BadRequest(f"HONE_TOOL_PARSER is {tool_parser!r}; expected one of {', '.join(known)}")
     names = [BaseModelPath(name, model) for name in (model, ALIAS)]
     models = (
-        ServingModels(engine, model, adapters)
+        ServingModels(engine, names, adapters)
         if adapters is not None
         else OpenAIServingModels(engine, names)
     )
@@ -187,9 +191,3 @@ def _set_handlers(
     state.serving_tokens = ServingTokens(
         engine, models, renderer, request_logger=None, **derenderer
     )
-
-
-def _check_parser(name: str | None) -> None:
-    known = ToolParserManager.list_registered()
-    if name is not None and name not in known:
-        raise BadRequest(f"HONE_TOOL_PARSER is {name!r}; expected one of {', '.join(known)}")
