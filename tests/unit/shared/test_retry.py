@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import Busy, Conflict, HoneError, NotFound, StateLost, Unavailable
+from shared.errors import Busy, Conflict, HoneError, NotFound, Unavailable
 from shared.http.retry import FIRST_PAUSE_S, MAX_PAUSE_S, GiveUp, Poll, Retry, Send
 
 SERVICE = "trainer at http://trainer:8002"
@@ -40,12 +40,6 @@ def gives_up(action: Send | Poll | GiveUp) -> HoneError:
     assert isinstance(action, GiveUp)
     assert action.error.__notes__ == [f"POST /step of {SERVICE}"]
     return action.error
-
-
-@pytest.mark.parametrize("kind", [Conflict, StateLost, NotFound])
-def test_what_the_service_answered_on_purpose_is_raised_at_once(kind: type[HoneError]) -> None:
-    error = kind("a newer attempt took over", code="stale")
-    assert gives_up(call().failed(error, 0.0)) is error
 
 
 def test_a_service_is_given_up_where_the_next_attempt_would_be_beyond_the_patience() -> None:
@@ -94,19 +88,6 @@ def test_time_of_an_outage_may_not_count_towards_the_deadline() -> None:
     assert retry.failed(lost(), 5.0) == Send(0.1)
     assert retry.failed(lost(), 10.1) == Send(0.2)
     assert retry.left_s(10.3) == pytest.approx(10.0)
-
-
-def test_a_late_answer_is_slowness_unless_the_service_was_unreachable() -> None:
-    slow = gives_up(call().late())
-    assert slow.code == "deadline"
-    assert slow.detail == f"{SERVICE} did not finish POST /step within 100 s"
-    retry = call()
-    retry.failed(lost(), 1.0)
-    assert gives_up(retry.late()).code == "unreachable"
-    retry = call()
-    retry.failed(lost(), 1.0)
-    retry.heard(2.0)
-    assert gives_up(retry.late()).code == "deadline"
 
 
 def test_a_stream_that_progressed_is_resumed_after_the_first_pause() -> None:
