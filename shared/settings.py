@@ -541,7 +541,8 @@ def load_settings() -> Settings:
 
 def _check_names(secrets: dict[str, str]) -> None:
     """Raises BadRequest for all variables with the prefix that are no settings."""
-    valid = _names(secrets)
+    names = [PREFIX + name.upper() for name in Settings.model_fields]
+    valid = [*names, *(variable + FILE for variable in secrets.values()), ROW, REWARD_FILE]
     after = [name.removeprefix(PREFIX) for name in valid]  # the prefix makes all names alike
     told: list[str] = []
     for name in os.environ:
@@ -551,11 +552,6 @@ def _check_names(secrets: dict[str, str]) -> None:
             told.append(f"unknown setting {name!r} in the environment{meant}")
     if told:
         raise BadRequest(f"{' '.join(told)} `hone explain settings` lists all")
-
-
-def _names(secrets: dict[str, str]) -> list[str]:
-    names = [PREFIX + name.upper() for name in Settings.model_fields]
-    return [*names, *(variable + FILE for variable in secrets.values()), ROW, REWARD_FILE]
 
 
 def secret_variables() -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Container, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -193,9 +193,19 @@ class Requests:
         self,
         which: Callable[[GenerateRequest], bool],
         error: Callable[[GenerateRequest], HoneError],
+        keys: Container[str | None] | None = None,
     ) -> int:
-        """Ends the requests that `which` selects, with the error of `error`. Returns how many."""
-        return self._end(lambda entry: which(entry.request), error)
+        """Ends the requests that `which` selects, of those with these `keys` if they are given,
+        with the error of `error`. Returns how many."""
+        ended = [
+            (task, entry)
+            for task, entry in self._under_way.items()
+            if entry.ended is None and which(entry.request) and (keys is None or entry.key in keys)
+        ]
+        for task, entry in ended:
+            entry.ended = error(entry.request)
+            task.cancel()
+        return len(ended)
 
     def lose(self, why: str) -> None:
         """Ends all requests, because the engine that would answer them has ended."""
@@ -203,25 +213,11 @@ class Requests:
 
     def end_keys(self, request: AbortRequest) -> int:
         """Ends the job's requests with the keys `request.keys`. Returns how many."""
-        return self._end(
-            lambda entry: entry.request.job_id == request.job_id and entry.key in request.keys,
+        return self.end(
+            lambda asker: asker.job_id == request.job_id,
             lambda asker: stale(asker, request.job_id),
+            request.keys,
         )
-
-    def _end(
-        self,
-        which: Callable[[_ActiveRequest], bool],
-        error: Callable[[GenerateRequest], HoneError],
-    ) -> int:
-        ended = [
-            (task, entry)
-            for task, entry in self._under_way.items()
-            if entry.ended is None and which(entry)
-        ]
-        for task, entry in ended:
-            entry.ended = error(entry.request)
-            task.cancel()
-        return len(ended)
 
 
 ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"

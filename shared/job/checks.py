@@ -73,7 +73,12 @@ def _check_credit(job: Job) -> None:
     if job.teacher is not None:
         _check_token_ratio(job, f"the job has a teacher, {job.teacher.model!r}")
     if credit == "episode":
-        _check_turn_discount(job)
+        if job.advantages.turn_discount != 1:
+            raise ValueError(
+                f"advantages.turn_discount is {job.advantages.turn_discount:g} and "
+                'advantages.credit "episode", which credits all turns with the same; expected '
+                'credit "returns" or "turns", or turn_discount = 1'
+            )
         return
     _check_token_ratio(job, got)
     if job.environment is None:
@@ -90,15 +95,6 @@ def _check_credit(job: Job) -> None:
         raise ValueError(
             f'{got} and advantages.combine "{job.advantages.combine}", which normalizes each '
             'reward of an episode; expected combine "sum_then_normalize"'
-        )
-
-
-def _check_turn_discount(job: Job) -> None:
-    if job.advantages.turn_discount != 1:
-        raise ValueError(
-            f"advantages.turn_discount is {job.advantages.turn_discount:g} and advantages.credit "
-            '"episode", which credits all turns with the same; expected credit "returns" or '
-            '"turns", or turn_discount = 1'
         )
 
 

@@ -54,7 +54,12 @@ def check_config(folder: Path, max_model_len: int | None = None) -> Config:
     whose context is shorter than `max_model_len`."""
     config = read_config(folder)
     _check_architecture(folder, config)
-    _check_window(folder, config, max_model_len)
+    window = window_of(config)
+    if window is not None and max_model_len is not None and max_model_len > window:
+        raise BadRequest(
+            f"'max_model_len' is {max_model_len}, and the model {str(folder)!r} holds {window} "
+            f"tokens (max_position_embeddings in its config.json); expected at most {window}"
+        )
     if "quantization_config" in config:
         raise _wrong(
             folder / "config.json",
@@ -165,15 +170,6 @@ def _check_architecture(folder: Path, config: Config) -> None:
             folder / "config.json",
             f"the architecture {name!r} is not a language model that Hone's versions of vLLM and "
             f"Transformers both support{meant}",
-        )
-
-
-def _check_window(folder: Path, config: Config, max_model_len: int | None) -> None:
-    window = window_of(config)
-    if window is not None and max_model_len is not None and max_model_len > window:
-        raise BadRequest(
-            f"'max_model_len' is {max_model_len}, and the model {str(folder)!r} holds {window} "
-            f"tokens (max_position_embeddings in its config.json); expected at most {window}"
         )
 
 
