@@ -354,15 +354,6 @@ def test_the_folder_is_not_made_where_the_one_above_is_missing(tmp_path: Path) -
     assert not (tmp_path / "volume").exists()
 
 
-def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
-    runs_dir = tmp_path / "runs"
-    runs_dir.write_text("a file")
-
-    assert why_not_writable(runs_dir) == (
-        f"cannot write to folder {str(runs_dir)!r}: Not a directory; check HONE_RUNS_DIR"
-    )
-
-
 async def test_a_folder_that_hangs_is_said_to_take_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

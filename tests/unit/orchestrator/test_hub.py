@@ -10,9 +10,7 @@ from pydantic import SecretStr
 
 from services.orchestrator.data.hub import hub_url, named_model_folder
 from shared.errors import BadRequest
-from shared.http.gate import caller
 from shared.settings import Settings
-from shared.wire import ApiKey
 from tests.support.model_folders import make_model_folder
 
 ONLY = "jobs may name model folders below these only: "
@@ -43,21 +41,13 @@ def test_jobs_name_models_of_the_folders_that_they_may_and_no_others(folders: Pa
             named_model_folder(text, settings)
 
 
-def test_without_folders_any_is_named_on_this_machine_and_none_beyond_or_by_a_key(
-    folders: Path,
-) -> None:
+def test_without_folders_any_is_named_on_this_machine_and_none_beyond(folders: Path) -> None:
     model, runs = str(folders / "private/one"), folders / "runs"
     here = Settings(runs_dir=runs)
     assert named_model_folder(model, here) == folders / "private/one"
     beyond = Settings(host="0.0.0.0", token=SecretStr("x" * 8), runs_dir=runs)
     with pytest.raises(BadRequest, match=f"{ONLY}{runs}, as HONE_MODEL_DIRS is not set"):
         named_model_folder(model, beyond)
-    was = caller.set(ApiKey(name="bot", access="full", created_at=0))
-    try:
-        with pytest.raises(BadRequest, match="as HONE_MODEL_DIRS is not set"):
-            named_model_folder(model, here)
-    finally:
-        caller.reset(was)
 
 
 def test_a_folder_that_looks_like_an_id_of_the_hub_is_none(
