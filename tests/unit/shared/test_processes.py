@@ -1,10 +1,11 @@
 """Processes that end with another, with real ones that are killed; how a service begins and ends;
-free ports; work in a thread of its own; and what has to be in common for one process to read
-another's memory of a GPU, and how groups are made."""
+free ports; work in a thread of its own; what has to be in common for one process to read another's
+memory of a GPU, and how groups are made; and secrets, which never reach the log."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,9 +16,12 @@ import time
 from pathlib import Path
 
 import pytest
+import structlog
+from pydantic import SecretStr
 
-from shared.host import processes
+from shared.host import logs, processes
 from shared.host.processes import BoundedProbe, free_port, run_in_thread
+from shared.settings import Settings
 from shared.weights.meeting import ERROR_HANDLING, memory_space, surviving_peers
 from tests.support.running import lives
 
@@ -210,3 +214,38 @@ def test_groups_made_beside_each_other_leave_the_setting_as_it_was(
     assert os.environ[ERROR_HANDLING] == "2", "the second one's is being made"
     second.__exit__(None, None, None)
     assert os.environ.get(ERROR_HANDLING) == before
+
+
+def test_a_secret_in_any_field_is_masked(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("trainer", Settings(token=SecretStr("s3cr3t-token")))
+    logs.get_logger().info("request", header="Bearer s3cr3t-token")
+    line = json.loads(capfd.readouterr().err.strip().splitlines()[-1])
+    assert (
+        line["header"] == "Bearer ***"
+        and line["service"] == "trainer"
+        and line["event"] == "request"
+    )
+
+
+def test_a_commands_warnings_leave_stdout_to_what_it_was_asked_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    logs.to_stderr()
+    logs.get_logger().warning("waiting for a service", service="reward")
+    logs.get_logger().info("not told")
+    told = capfd.readouterr()
+    assert told.out == "" and "waiting for a service" in told.err and "not told" not in told.err
+
+
+def test_a_traceback_in_a_commands_log_shows_no_variables(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    structlog.reset_defaults()  # what tests set
+    token = "s3cr3t-token"
+    logs.to_stderr()
+    try:
+        raise RuntimeError(str(len(token)))
+    except RuntimeError:
+        logs.get_logger().warning("not expected", exc_info=True)
+    told = capfd.readouterr().err
+    assert "RuntimeError: 12" in told and token not in told
