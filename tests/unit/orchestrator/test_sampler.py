@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast, get_args
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -85,19 +86,15 @@ async def test_room_is_bounded_by_sequences_and_by_the_cache(
         assert sampler.room == (capacity - 3 if capacity else float("inf"))
 
 
-class WaitsForFiles:
-    """A push whose files are being written."""
-
-    drain = False
-
-    async def for_sampler(self, *_: Any, **__: Any) -> Any:
-        await asyncio.Event().wait()
+def push(drain: bool, for_sampler: Any) -> Any:
+    return SimpleNamespace(drain=drain, for_sampler=for_sampler)
 
 
 async def test_a_sampler_is_not_left_alone_while_its_files_are_written() -> None:
-    sampler = Sampler(cast(Any, None))
+    sampler, never = Sampler(cast(Any, None)), asyncio.Event()
+    waits_for_files = push(False, lambda *_, **__: never.wait())
     loading = asyncio.create_task(
-        sampler.load_weights(cast(Any, WaitsForFiles()), cast(Any, None), 0.0, late=True)
+        sampler.load_weights(waits_for_files, cast(Any, None), 0.0, late=True)
     )
     await asyncio.sleep(0)
     assert not sampler.is_left_alone, "its client would be closed"
@@ -107,46 +104,21 @@ async def test_a_sampler_is_not_left_alone_while_its_files_are_written() -> None
 
 
 async def test_a_sampler_that_joins_late_is_not_held_for_a_push_that_has_ended() -> None:
-    sampler = Sampler(cast(Any, None))
+    call = AsyncMock(side_effect=SyncFailed("seen enough"))
+    sampler = Sampler(cast(Any, SimpleNamespace(call=call)))
     sampler.up = True  # by the end of the push, which it was part of
-    reached = asyncio.Event()
-
-    class Late(WaitsForFiles):
-        drain = True
-
-        async def for_sampler(self, *_: Any, **__: Any) -> Any:
-            return None
-
-    async def call(*_: Any, **__: Any) -> Any:
-        reached.set()
-        raise SyncFailed("seen enough")
-
-    sampler.client = cast(Any, type("Client", (), {"call": staticmethod(call)}))
-    settings = cast(Any, type("Some", (), {"short_deadline_s": 1.0}))
     with pytest.raises(SyncFailed, match="seen enough"):
-        await sampler.load_weights(cast(Any, Late()), settings, 0.0, late=True)
-    assert reached.is_set() and not sampler.held
-
-
-class Warned(list[str]):
-    async def warn(self, message: str) -> None:
-        self.append(message)
+        await sampler.load_weights(push(True, AsyncMock()), Settings(), 0.0, late=True)
+    assert not sampler.held
 
 
 async def test_files_of_other_weights_fail_the_sync_and_a_full_disk_does_not() -> None:
-    warned = Warned()
-
-    async def full() -> None:
-        raise Failed("no space left")
-
-    async def other() -> None:
-        raise SyncFailed("weight sync: other weights")
-
-    await _write_files(cast(Any, full), cast(Any, warned))
-    assert warned == ["samplers that are unreachable join later: no space left"]
+    journal = AsyncMock()
+    await _write_files(AsyncMock(side_effect=Failed("no space left")), journal)
+    journal.warn.assert_awaited_once_with("samplers that are unreachable join later: no space left")
     with pytest.raises(SyncFailed, match="other weights"):
-        await _write_files(cast(Any, other), cast(Any, warned))
-    assert len(warned) == 1
+        await _write_files(AsyncMock(side_effect=SyncFailed("weight sync: other weights")), journal)
+    assert journal.warn.await_count == 1
 
 
 def test_every_method_has_its_traits_and_a_live_one_becomes_files_that_are_not() -> None:
