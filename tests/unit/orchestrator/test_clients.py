@@ -3,7 +3,8 @@ answers that are known."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,16 +18,6 @@ from tests.support.job_records import JOB
 SETTINGS = Settings(operation_deadline_s=1800, generate_deadline_s=600, rollout_adapters=3)
 
 
-class Recorder:
-    """A client that notes the deadline of each call, by its path."""
-
-    def __init__(self) -> None:
-        self.deadlines_s: dict[str, float] = {}
-
-    async def call(self, _method: str, path: str, *_: Any, deadline_s: float, **__: Any) -> Any:
-        self.deadlines_s[path] = deadline_s
-
-
 @pytest.mark.parametrize(
     ("lora", "waits_s"),
     [(None, 0), ({"rank": 4}, 2 * 1800)],  # three jobs share the trainer: for a step of two others
@@ -36,17 +27,13 @@ async def test_publishing_and_checkpoints_have_the_short_deadline(
     lora: dict[str, int] | None, waits_s: int
 ) -> None:
     job = Job.model_validate(JOB.model_dump(exclude_unset=True) | ({"lora": lora} if lora else {}))
-
-    async def free_gpu() -> None:
-        pass
-
-    trainer = TrainerClient(Caller(job, SETTINGS), free_gpu)
-    recorder = Recorder()
-    trainer.client = cast(Any, recorder)
+    trainer = TrainerClient(Caller(job, SETTINGS), AsyncMock())
+    trainer.client = client = AsyncMock()
     await trainer.train_step(1, (), StepTotals.model_construct())
     await trainer.publish_weights(1, "shm")
     await trainer.checkpoint(1)
-    assert recorder.deadlines_s == {
+    calls = client.call.await_args_list
+    assert {each.args[1]: each.kwargs["deadline_s"] for each in calls} == {
         "/train_step": 1800 + waits_s,
         "/publish_weights": 300 + waits_s,
         "/checkpoints": 300 + waits_s,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -26,18 +27,10 @@ from tests.support.model_folders import make_model_folder
 JOB = record("queued").job
 
 
-class FailingServices:
-    def __init__(self, error: HoneError) -> None:
-        self.error = error
-
-    async def validate(self, *_: Any) -> None:
-        raise self.error
-
-
 def preflight(error: HoneError) -> Preflight:
     settings = Settings()
-    services = cast(Any, FailingServices(error))
-    return Preflight(JOB, settings, services, CheckExecutor(settings))
+    failing = Mock(validate=AsyncMock(side_effect=error))
+    return Preflight(JOB, settings, failing, CheckExecutor(settings))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
@@ -153,9 +153,7 @@ async def test_a_stall_is_told_once_and_its_end_too() -> None:
 
 
 async def test_where_nothing_is_under_way_the_work_is_begun_again() -> None:
-    async def tell(*_: object) -> None:
-        raise AssertionError
-
+    tell = AsyncMock(side_effect=AssertionError)
     with pytest.raises(Failed, match="no progress for 0 s: nothing is under way"):
         await asyncio.wait_for(watch(AttemptStatus(), 0.05, dict, tell), 5)
 

@@ -23,7 +23,7 @@ from services.orchestrator.seams import NO_EXTENSIONS
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import Note, RunFolder
-from services.orchestrator.store.leases import Journal, Lease, LeaseLost, LeaseRequest, NoHeartbeat
+from services.orchestrator.store.leases import Journal, Lease, LeaseLost, NoHeartbeat
 from services.orchestrator.store.run_folders import note_ends
 from services.orchestrator.tasks import gather_all, stop, write_despite_cancel
 from shared.errors import Conflict, HoneError, NotFound
@@ -192,19 +192,6 @@ async def _turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-class Beats:
-    """The first beat fails; the fourth one says that cancelling was asked for."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    async def beat(self, lease: Lease) -> LeaseRequest | None:
-        self.num += 1
-        if self.num == 1:
-            raise StoreUnavailable("away")
-        return "cancel" if self.num == 4 else None
-
-
 async def test_saying_that_redis_is_back_does_not_keep_the_next_heartbeat_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,9 +204,10 @@ async def test_saying_that_redis_is_back_does_not_keep_the_next_heartbeat_waitin
             await asyncio.sleep(3600)  # it is unreachable again, and the client patient
 
     lease = Lease("a", 1, "trainer", lease_s=1.0)
+    beat = AsyncMock(side_effect=[StoreUnavailable("away"), None, None, "cancel"])
     async with asyncio.timeout(90):
         redis = Presence("Redis", tell)
-        assert await leases.keep(Beats().beat, lease, time.monotonic(), redis) == "cancel"
+        assert await leases.keep(beat, lease, time.monotonic(), redis) == "cancel"
     assert said == [True, False]
 
 
