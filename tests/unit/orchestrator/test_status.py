@@ -160,10 +160,7 @@ async def test_where_nothing_is_under_way_the_work_is_begun_again() -> None:
 
 async def test_a_stall_that_was_told_and_whose_call_failed_begins_the_work_again() -> None:
     told = asyncio.Event()
-
-    async def tell(_message: str, _stalls: bool) -> None:
-        told.set()
-
+    tell = AsyncMock(side_effect=lambda *_: told.set())
     waits = AttemptStatus()
     watching = asyncio.create_task(watch(waits, 0.05, dict, tell))
     with contextlib.suppress(ValueError), waits.on("rollout", "sampling a group"):

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx2 as httpx
 import pytest
@@ -212,9 +213,7 @@ def told() -> list[str]:
 def presence(
     told: list[str], service: str, shared: dict[Presence, Absence], *, reports: bool = True
 ) -> Presence:
-    async def tell(message: str, _away: bool) -> None:
-        told.append(message)
-
+    tell = AsyncMock(side_effect=lambda message, _: told.append(message))
     return Presence(service, tell if reports else no_notify, shared)
 
 

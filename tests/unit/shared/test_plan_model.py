@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx2
 import numpy as np
@@ -149,27 +150,20 @@ def test_a_hub_model_that_may_not_be_asked_for_is_named() -> None:
     )
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, response: httpx2.Response | Exception) -> list[str]:
-    """Has the Hub give this; returns the URLs that it is asked for."""
-    asked: list[str] = []
-
-    def get(url: str, **_: object) -> httpx2.Response:
-        asked.append(url)
-        if isinstance(response, Exception):
-            raise response
-        return response
-
+def answered(monkeypatch: pytest.MonkeyPatch, response: httpx2.Response | Exception) -> Mock:
+    """Has the Hub give this to whoever asks it once."""
+    get = Mock(side_effect=[response])
     monkeypatch.setattr("shared.plan.model.httpx2.get", get)
-    return asked
+    return get
 
 
 @pytest.mark.usefixtures("offline")
 def test_the_hub_is_asked_for_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.test/")
-    asked = answered(monkeypatch, httpx2.Response(200, json=LLAMA_8B))
+    get = answered(monkeypatch, httpx2.Response(200, json=LLAMA_8B))
     assert find_model("owner/model", "v2").num_parameters == 8_030_261_248
-    assert asked == ["http://hub.test/owner/model/resolve/v2/config.json"]
+    assert get.call_args.args == ("http://hub.test/owner/model/resolve/v2/config.json",)
 
 
 @pytest.mark.parametrize(
