@@ -17,11 +17,11 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 LINES = {
     "hone": 10_030,
     "shared": 13_590,
-    "services/orchestrator/api": 1_630,
+    "services/orchestrator/api": 1_620,
     "services/orchestrator/data": 2_760,
     "services/orchestrator/extensions": 10_660,
     "services/orchestrator/grpo": 2_920,
-    "services/orchestrator/jobs": 3_060,
+    "services/orchestrator/jobs": 3_050,
     "services/orchestrator/samplers": 2_840,
     "services/orchestrator/store": 3_100,
     "services/reward": 14_620,

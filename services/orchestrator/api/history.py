@@ -65,7 +65,6 @@ StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 def add_routes(service: Service, store: Readable) -> None:
     _add_events(service, store)
     _add_results(service, store)
-    _add_columns(service, store)
     _add_checkpoints(service, store)
 
 
@@ -132,8 +131,6 @@ def _add_results(service: Service, store: Readable) -> None:
         rows = (await asyncio.to_thread(run.syncs))[-last:]
         return SyncList(syncs=tuple(Sync.model_validate(row, extra="ignore") for row in rows))
 
-
-def _add_columns(service: Service, store: Readable) -> None:
     @service.app.get(
         "/v1/jobs/{job_id}/metrics/columns", responses=rendering.answers(MetricsColumns)
     )

@@ -429,7 +429,9 @@ def extreme_values(job: Job) -> list[str]:
             f"training.beta is {beta:g}: the KL term outweighs the rewards, so the policy stays "
             "where it began; expected 0 to 0.1 as a rule"
         )
-    most = full_reward(job) if job.stop.metric.endswith("reward") else 1.0
+    most = 1.0
+    if job.stop.metric.endswith("reward"):  # each grader gives 1, and shaping is not counted
+        most = sum(max(reward.weight, 0.0) for reward in outcomes(job))
     if target is not None and most and target > most:
         found.append(
             f"stop.target is {target:g}, and {job.stop.metric} is at most {most:g}, if no grader "
@@ -450,11 +452,6 @@ def extreme_values(job: Job) -> list[str]:
             "the fewer steps of both; expected one of them"
         )
     return found
-
-
-def full_reward(job: Job) -> float:
-    """Returns the reward of a completion to which every grader gives 1, without `shaping`."""
-    return sum(max(reward.weight, 0.0) for reward in outcomes(job))
 
 
 def _shown_prompts(
