@@ -33,7 +33,7 @@ from services.orchestrator.extensions.pushed.groups import GroupIntake
 from services.orchestrator.extensions.pushed.queue import PushedGroups
 from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.extensions.tinker import routes as tinker
-from services.orchestrator.extensions.tinker.driving import SampleOrders, drive
+from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import Submissions
 from services.orchestrator.jobs.worker import SharedTrainer, Worker
@@ -169,7 +169,7 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         teacher_of=Teacher,
         tracker_of=trackers.JobTrackers,
         source_of=PushedGroups,
-        drive=functools.partial(drive, orders),
+        drive=orders.drive,
         diagnose=diagnosing.diagnose_run,
         warn_of=trackers.missing,
         attending=episodes.run_of,

@@ -11,10 +11,8 @@ process accepted it, or it failed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from services.orchestrator.errors import OperatorActionNeeded, Preempted
@@ -22,12 +20,10 @@ from services.orchestrator.extensions.tinker.log import OperationLog, SavedFolde
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Program
-from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.leases import SUPERVISED, Journal
+from services.orchestrator.store.leases import SUPERVISED
 from services.orchestrator.tasks import write_despite_cancel
 from shared.errors import BadRequest, Conflict, Failed, HoneError
 from shared.host.logs import get_logger
-from shared.job import Job
 from shared.wire import (
     AdapterWeights,
     DeliveredSamples,
@@ -73,28 +69,13 @@ NOT_NAMED = {"tensors": {}, "canary": None}
 """The fields of an adapter that requests for samples leave out: the digest covers all tensors."""
 
 
-async def drive(orders: SampleOrders, program: Program) -> int:
-    """Carries out the program's operations until it unloads the model. Returns the number of the
-    trainer's last one."""
-    with orders.running(program.services.caller.job_id, program.services):
-        return await OperationRunner(**vars(program), samples=orders).run()
-
-
 @dataclass
 class OperationRunner:
-    """The run of one attempt, with the fields of `Program`; `samples` carries out orders of
-    samples."""
+    """The run of one attempt; `samples` carries out orders of samples."""
 
-    job: Job
-    services: Services
-    folder: RunFolder
-    journal: Journal
-    tell: Callable[[int], None]
-    num_queued: Callable[[], int]
-    last: int
+    program: Program
     samples: SampleOrders
     _num_done: int = 0  # how many operations the trainer has counted
-    _serves: int = 0  # the version that samplers serve
     _passed_below: int = 0  # missing numbers below this were waited for already
     _samples_due_at: float = 0.0
     _forget_due_at: float = 0.0
@@ -106,14 +87,15 @@ class OperationRunner:
     _at_checkpoint: LogStart | None = None  # of the newest checkpoint of this attempt
 
     def __post_init__(self) -> None:
-        self._log = OperationLog(self.folder.path)
-        self._saved = SavedFolder(self.folder.path)
-        self._serves = self.last
+        self.services, self.journal = self.program.services, self.program.journal
+        self._log = OperationLog(self.program.folder.path)
+        self._saved = SavedFolder(self.program.folder.path)
+        self.last = self._serves = self.program.last  # the trainer's last operation
 
     async def run(self) -> int:
         """Does the operations until the model is unloaded. Returns the trainer's last one. A model
         that begins with another job's checkpoint is checkpointed before its first operation."""
-        if self.job.training.start_from and not self.last:
+        if self.program.job.training.start_from and not self.last:
             await self.services.trainer.checkpoint(0)
         start = await asyncio.to_thread(self._log.start)
         if self.last < start.done:
@@ -255,7 +237,7 @@ class OperationRunner:
             return
         self._samples_due_at = time.monotonic() + LOOK_S
         for id in await asyncio.to_thread(self._log.undelivered):
-            self.samples.carry_out(self.folder.path.name, id, self._log)
+            self.samples.carry_out(self.program.folder.path.name, id, self._log)
         if time.monotonic() > self._forget_due_at:
             self._forget_due_at = time.monotonic() + FORGET_S
             await write_despite_cancel(self._log.forget_samples)
@@ -269,7 +251,7 @@ class OperationRunner:
 
     async def _make_room(self) -> None:
         """Raises Preempted if another job waits for the trainer."""
-        if not self.num_queued():
+        if not self.program.num_queued():
             return
         try:
             if self.last:
@@ -319,7 +301,7 @@ class OperationRunner:
                 step=self.last, path=checkpoint.path, size_bytes=checkpoint.size_bytes
             )
         if operation.kind == "snapshot":
-            await sync_weights(services, self.folder, self.last, self.journal)
+            await sync_weights(services, self.program.folder, self.last, self.journal)
             self._serves = self.last
         return OperationOutcome(step=self.last)
 
@@ -341,12 +323,12 @@ class OperationRunner:
         loss, self._loss = self._loss, 0.0
         if not is_again:
             await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)
-        self.tell(step)
+        self.program.tell(step)
         return OperationOutcome(step=step, grad_norm=done.grad_norm)
 
     async def _record(self, step: int, learning_rate: float, grad_norm: float, loss: float) -> None:
         """Writes the step's row of metrics, unless an earlier attempt did."""
-        if await asyncio.to_thread(self.folder.metrics, step - 1):
+        if await asyncio.to_thread(self.program.folder.metrics, step - 1):
             return
         metrics = {
             "loss": loss,
@@ -355,7 +337,7 @@ class OperationRunner:
             SUPERVISED: 1.0,
         }
         row = MetricsRow(step=step, metrics=metrics)
-        await write_despite_cancel(self.folder.append_metrics, row)
+        await write_despite_cancel(self.program.folder.append_metrics, row)
         await self.journal.operation(row)
 
 
@@ -380,12 +362,13 @@ class SampleOrders:
     _num_failures: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """How often a sampler failed at an order that is not delivered; 0: by other errors only."""
 
-    @contextlib.contextmanager
-    def running(self, job_id: str, services: Services) -> Generator[None]:
-        """Registers the job's model as running in this process while the block lasts."""
-        self.services[job_id] = services
+    async def drive(self, program: Program) -> int:
+        """Carries out the program's operations until it unloads the model. Returns the number of
+        the trainer's last one."""
+        job_id = program.services.caller.job_id
+        self.services[job_id] = program.services
         try:
-            yield
+            return await OperationRunner(program, self).run()
         finally:
             del self.services[job_id]
             for which in [which for which in self._num_failures if which[0] == job_id]:
