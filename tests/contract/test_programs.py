@@ -613,9 +613,8 @@ async def test_bodies_are_unpacked_one_at_a_time_and_not_on_the_loop(
 SESSION = {"session_id": "s", "sampling_session_seq_id": 0}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
+async def test_a_bad_request_is_refused_with_a_sentence(stack: Stack) -> None:
+    bad: tuple[tuple[str, Any, int, str], ...] = (
         ("create_model", {"base_model": ""}, 422, "'base_model': got ''; expected a model's"),
         (
             "create_model",
@@ -649,14 +648,11 @@ SESSION = {"session_id": "s", "sampling_session_seq_id": 0}
         ("optim_step", [1], 422, "the body is [1]; expected a JSON object"),
         ("optim_step", b"{", 422, "the body is no JSON"),
         ("forward_backward", b"no message", 422, "the body is not a ForwardBackwardRequest"),
-    ],
-)
-async def test_a_bad_request_is_refused_with_a_sentence(
-    stack: Stack, path: str, body: Any, status: int, message: str
-) -> None:
-    refused = await asked(stack, path, body)
-    assert refused.status_code == status, refused.text
-    assert message in refused.json()["detail"]
+    )
+    for path, body, status, message in bad:
+        refused = await asked(stack, path, body)
+        assert refused.status_code == status, refused.text
+        assert message in refused.json()["detail"]
 
 
 async def test_a_model_begins_with_a_checkpoint_of_another(stack: Stack) -> None:
@@ -689,30 +685,23 @@ async def test_a_model_begins_with_a_checkpoint_of_another(stack: Stack) -> None
     assert 0 in stack.fakes.checkpointed
 
 
-@pytest.mark.parametrize(
-    ("changes", "status", "message"),
-    [
-        ({"path": "tinker://{model}/weights/none"}, 404, "has no checkpoint 'none'"),
-        ({"path": "/etc"}, 422, "expected tinker://MODEL/weights/NAME"),
-        ({"session_id": None, "model_id": "{model}", "seq_id": 4}, 422, "expected a new model"),
-        ({"base_model": "owner/other"}, 422, "expected 'owner/model', the checkpoint's"),
-    ],
-)
-async def test_what_cannot_be_loaded_is_refused(
-    stack: Stack, changes: dict[str, Any], status: int, message: str
-) -> None:
+async def test_what_cannot_be_loaded_is_refused(stack: Stack) -> None:
     model = await created(stack)
     await result(stack, await post(stack, "forward_backward", call(model, 1, weights=[0, 1])))
     await result(stack, await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM}))
     saving = {"model_id": model, "seq_id": 3, "path": "kept"}
     path = (await result(stack, await post(stack, "save_weights", saving)))["path"]
-    given = {
-        key: value.format(model=model) if isinstance(value, str) else value
-        for key, value in changes.items()
-    }
-    asks = {"session_id": "s", "model_seq_id": 1, "path": path, "optimizer": False} | given
-    response = await asked(stack, "load_weights", asks)
-    assert response.status_code == status and message in response.json()["detail"], response.text
+    asks = {"session_id": "s", "model_seq_id": 1, "path": path, "optimizer": False}
+    existing = {"session_id": None, "model_id": model, "seq_id": 4}
+    for changes, status, message in (
+        ({"path": f"tinker://{model}/weights/none"}, 404, "has no checkpoint 'none'"),
+        ({"path": "/etc"}, 422, "expected tinker://MODEL/weights/NAME"),
+        (existing, 422, "expected a new model"),
+        ({"base_model": "owner/other"}, 422, "expected 'owner/model', the checkpoint's"),
+    ):
+        refused = await asked(stack, "load_weights", asks | changes)
+        assert refused.status_code == status, refused.text
+        assert message in refused.json()["detail"]
 
 
 async def test_a_refused_operation_keeps_no_one_waiting(stack: Stack) -> None:
@@ -745,9 +734,12 @@ SAMPLE = {"sampling_session_id": "{model}:1", "seq_id": 0, "num_samples": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
+async def test_an_odd_value_is_named(stack: Stack) -> None:
+    model = await created(stack, "other")
+    await snapshot(stack, model, 1, None)
+    usual = {"session_id": "s", "model_seq_id": 0, "base_model": "owner/model"}
+    odd: tuple[tuple[str, Any, str], ...] = (
+        ("optim_step", {"adam_params": {}, "seq_id": 1002}, "the model's newest operation is 1;"),
         ("create_model", {"lora_config": "x"}, "'lora_config': got 'x'; expected an object"),
         ("create_model", {"lora_config": {}}, "lora_config.rank is missing"),
         ("create_model", {"lora_config": {"rank": True}}, "lora_config.rank: got True; expected a"),
@@ -763,7 +755,6 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
         ("optim_step", {"adam_params": {"speed": 1}}, "adam_params"),
         ("optim_step", {"adam_params": {}, "seq_id": 2**63}, "beyond 64 bits"),
         ("optim_step", {"adam_params": {}, "seq_id": True}, "'seq_id': got True"),
-        ("optim_step", {"adam_params": {}, "seq_id": 1002}, "the model's newest operation is 1;"),
         ("save_weights", {"path": "a" * 101}, "at most 100"),
         ("save_weights", {"path": ".."}, "expected a name of"),
         ("asample", SAMPLE | {"prompt": "12"}, "'prompt': got '12'; expected an object"),
@@ -788,18 +779,14 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
         ("asample", SAMPLE | {"prompt": PROMPT, "seq_id": 10**30}, "beyond 64 bits"),
         ("asample", SAMPLE | {"sampling_session_id": "{model}:99"}, "expected a session of this"),
         ("retrieve_future", {"request_id": "{model}:" + "9" * 300}, "there is no request"),
-    ],
-)
-async def test_an_odd_value_is_named(stack: Stack, path: str, body: Any, message: str) -> None:
-    model = await created(stack, "other")
-    await snapshot(stack, model, 1, None)
-    if isinstance(body, dict):
-        given = {"session_id": "s", "model_seq_id": 0, "base_model": "owner/model"}
-        given |= {"model_id": model, "seq_id": 2} | body
-        body = {k: v.format(model=model) if isinstance(v, str) else v for k, v in given.items()}
-    refused = await asked(stack, path, body)
-    assert refused.status_code in (404, 422), refused.text
-    assert message in refused.json()["detail"], refused.text
+    )
+    for path, body, message in odd:
+        if isinstance(body, dict):
+            given = usual | {"model_id": model, "seq_id": 2} | body
+            body = {k: v.format(model=model) if isinstance(v, str) else v for k, v in given.items()}
+        refused = await asked(stack, path, body)
+        assert refused.status_code in (404, 422), refused.text
+        assert message in refused.json()["detail"], refused.text
 
 
 async def test_a_session_says_what_differs_and_lists_what_it_created(stack: Stack) -> None:

@@ -208,12 +208,12 @@ async def test_futures_of_one_key_are_looked_for_no_less_often_for_those_of_anot
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@pytest.mark.parametrize("number", ["1" + "0" * 250, "100000000", "0", "1.5", "true"])
 async def test_a_number_that_no_operation_can_have_is_refused(
-    http: httpx.AsyncClient, store: Store, settings: Settings, number: str
+    http: httpx.AsyncClient, store: Store, settings: Settings
 ) -> None:
     alice = bearer(settings, "alice")
     model = await model_of(store, settings, "alice")
-    body = f'{{"model_id": "{model}", "seq_id": {number}, "adam_params": {{}}}}'
-    refused = await http.post("/api/v1/optim_step", content=body.encode(), headers=alice)
-    assert (refused.status_code, refused.json()["code"]) == (422, "bad_request"), refused.text
+    for number in ("1" + "0" * 250, "100000000", "0", "1.5", "true"):
+        body = f'{{"model_id": "{model}", "seq_id": {number}, "adam_params": {{}}}}'
+        refused = await http.post("/api/v1/optim_step", content=body.encode(), headers=alice)
+        assert (refused.status_code, refused.json()["code"]) == (422, "bad_request"), refused.text
