@@ -78,7 +78,7 @@ def create_service(
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
-        expiring = asyncio.create_task(tinker.Management(store).remove_expired_forever())
+        expiring = asyncio.create_task(tinker.remove_expired_forever(store))
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield

@@ -13,7 +13,7 @@ import pytest
 
 from services.orchestrator.extensions.tinker import log
 from services.orchestrator.extensions.tinker.log import SavedFolder
-from services.orchestrator.extensions.tinker.routes import Management, is_public
+from services.orchestrator.extensions.tinker.routes import is_public, remove_expired
 from shared.weights.folders import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
 from tests.contract.test_programs import ADAM, call, created, job, post, result, session_on, stack
@@ -72,7 +72,7 @@ async def test_what_is_saved_is_listed_until_it_is_deleted_or_expires(stack: Sta
     for gone in ("weights/a", "sampler_weights/b", "weights/../x", "x"):
         assert (await stack.http.delete(f"{kept}/{gone}")).status_code == 404
     assert stack.fakes.kept[2] == (0, 2)
-    await Management(stack.store).remove_expired(model)
+    await remove_expired(stack.store, model)
     await save(stack, "save_weights", model, 6, "d")
     assert stack.fakes.kept[2] == (2,), "the step of the expired checkpoint is not kept"
 

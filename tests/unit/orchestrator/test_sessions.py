@@ -344,7 +344,7 @@ async def test_turns_at_once_are_no_more_than_the_job_allows() -> None:
     sampler = RenderingSampler([Reply("a")] * 4)
     session = open_session(sampler)
     few = EnvironmentSpec(kind="worker", max_turns=2)
-    session._job = session._job.model_copy(update={"environment": few})
+    session.job = session.job.model_copy(update={"environment": few})
     sampler.may_answer.clear()
     asked = (Agent(session, user(str(number))).say() for number in range(4))
     asking = asyncio.gather(*asked, return_exceptions=True)

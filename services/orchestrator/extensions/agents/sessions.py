@@ -65,29 +65,24 @@ class _Call:
     taken: bool = False
 
 
+@dataclass(eq=False)
 class Session:
     """One rollout of `job`, by weights of at least `min_version`. `sampling.max_tokens` bounds the
-    tokens of each of its rows. `api_key` is a secret for the agent alone."""
+    tokens of each of its rows. `closed` is called when it is closed. `api_key` is a secret for the
+    agent alone."""
 
-    def __init__(
-        self,
-        services: Services,
-        job: Job,
-        id: str,
-        min_version: int,
-        sampling: Sampling,
-        closed: Callable[[Session], None],
-    ) -> None:
-        self.id = id
-        self.job_id = services.caller.job_id
+    services: Services
+    job: Job
+    id: str
+    min_version: int
+    sampling: Sampling
+    closed: Callable[[Session], None]
+
+    def __post_init__(self) -> None:
+        self.job_id = self.services.caller.job_id
         self.api_key = KEY + secrets.token_urlsafe(32)
-        self._services = services
-        self._job = job
-        self._min_version = min_version
-        self._sampling = sampling
-        self._closed = closed
-        self._is_closed = False
         self.recording = Recording()
+        self._is_closed = False
         self._calls: list[_Call] = []
         self._keys: dict[str, _Call] = {}
         self._num_begun = 0
@@ -194,7 +189,7 @@ class Session:
         self._is_closed = True
         for call in self._calls:
             call.work.cancel()
-        self._closed(self)
+        self.closed(self)
 
     # --- a turn ----------------------------------------------------------------------------------
 
@@ -260,7 +255,7 @@ class Session:
     def _limited(self, asked: TurnRequest, parent: Turn | None, number: int) -> Sampling:
         """Returns the turn's sampling options: the job's, with the agent's asked. Raises
         BadRequest if no tokens are left for an answer."""
-        own, spec = self._sampling, self._job.environment
+        own, spec = self.sampling, self.job.environment
         num_others = self.num_turns + self._agent.num_turns - 1
         if spec and num_others >= spec.max_turns:
             raise self._refused("max_turns", f"it has {num_others} answers, or they are under way")
@@ -286,12 +281,12 @@ class Session:
         key = f"{self.id}:{number}"
         if asked.token_ids is not None or asked.text is not None:
             prompt = TokenIds(asked.token_ids or ()) if asked.text is None else asked.text
-            return await self._services.samplers.complete(
-                prompt, self._min_version, key=key, sampling=sampling
+            return await self.services.samplers.complete(
+                prompt, self.min_version, key=key, sampling=sampling
             )
-        return await self._services.samplers.answer(
+        return await self.services.samplers.answer(
             asked.messages,
-            self._min_version,
+            self.min_version,
             key=key,
             options=asked.options,
             known=parent and parent.known,
@@ -315,7 +310,7 @@ class Session:
         self._full = ended
         # agents and litellm recognize the error by the status, code and wording of OpenAI and vLLM
         return Malformed(
-            f"This model's maximum context length is {self._sampling.max_tokens} tokens after the "
+            f"This model's maximum context length is {self.sampling.max_tokens} tokens after the "
             f"prompt in session {self.id!r}, which has no room for another answer: {why}",
             code=FULL,
         )

@@ -4,6 +4,7 @@ code comes from the job's own file and runs in the reward service's sandbox."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -34,68 +35,59 @@ and the job's file is loaded."""
 R = TypeVar("R", bound=BaseModel)
 
 
+@dataclass
 class SandboxEnvironment:
     """Episodes of a job in the reward service. `client` waits for an unreachable service for
     `patience_s` seconds. `attributes`: reward functions need the environments' attributes."""
 
-    service = "reward"
-
-    def __init__(
-        self,
-        client: Client,
-        job_id: str,
-        spec: EnvironmentSpec,
-        patience_s: float | None,
-        *,
-        attributes: bool = False,
-    ) -> None:
-        self._client = client
-        self._job_id = job_id
-        self._spec = spec
-        self._patience_s = patience_s
-        self._attributes = attributes
+    client: Client
+    job_id: str
+    spec: EnvironmentSpec
+    patience_s: float | None
+    attributes: bool
+    service: str = "reward"
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
         body = OpenEpisode(**self._episode(id), row=dict(row))
-        return await self._call("open", body, EpisodeOpened, self._spec.boot_s)
+        return await self._call("open", body, EpisodeOpened, self.spec.boot_s)
 
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
         body = StepEpisode(**self._episode(id), turn=turn, calls=calls)
-        return await self._call("step", body, EpisodeStepped, self._spec.step_s)
+        return await self._call("step", body, EpisodeStepped, self.spec.step_s)
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
         body = CloseEpisode(
-            **self._episode(id), rewarded=rewarded, attributes=self._attributes and rewarded
+            **self._episode(id), rewarded=rewarded, attributes=self.attributes and rewarded
         )
-        return await self._call("close", body, EpisodeClosed, self._spec.step_s)
+        return await self._call("close", body, EpisodeClosed, self.spec.step_s)
 
     def drop(self, id: str) -> None:
         """Does nothing: the service ends an episode that gets no request for `episode_s`."""
 
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
-        return await self._client.call(
+        return await self.client.call(
             "POST",
             "/episodes/validate",
-            ValidateEnvironment(environment=self._spec, row=dict(row)),
+            ValidateEnvironment(environment=self.spec, row=dict(row)),
             EnvironmentValidated,
-            deadline_s=self._spec.boot_s + EPISODE_ROOM_S,
+            deadline_s=self.spec.boot_s + EPISODE_ROOM_S,
         )
 
     async def shut(self) -> None:
         """Does nothing: the service ends episodes automatically."""
 
     async def _call(self, verb: str, body: EpisodeOf, result: type[R], limit_s: float) -> R:
-        return await self._client.call(
+        return await self.client.call(
             "POST",
             f"/episodes/{verb}",
             body,
             result,
             deadline_s=limit_s + EPISODE_ROOM_S,
-            patience_s=self._patience_s,
+            patience_s=self.patience_s,
         )
 
     def _episode(self, id: str) -> dict[str, Any]:
-        return {"job_id": self._job_id, "environment": self._spec, "id": id}
+        return {"job_id": self.job_id, "environment": self.spec, "id": id}
 
 
 def environment_of(
@@ -108,6 +100,6 @@ def environment_of(
     if spec.kind == "openenv":
         return OpenEnv(spec, settings)
     attributes = any("environments" in (each.source or "") for each in job.rewards)
-    own = SandboxEnvironment(reward, job_id, spec, patience_s, attributes=attributes)
+    own = SandboxEnvironment(reward, job_id, spec, patience_s, attributes)
     mine = own if spec.has_file else None
     return Tools(spec, settings, mine) if spec.mcp else mine

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ from shared.http.gate import caller
 from shared.http.operations import DownloadedFile
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.wire import JobRecord, SavedKind, SavedWeights
+from shared.wire import JobRecord, SavedWeights
 
 Answer = Callable[[dict[str, Any], str], Awaitable[Any]]
 """Returns the answer to a body of JSON and its digest."""
@@ -82,8 +84,20 @@ def add_routes(
     futures = Futures(store, models, orders)
     add_session_routes(service, store, bodies.json)
     _add_posts(service, bodies, models, sessions, Operations(store, models, quota), futures)
-    _add_management(service, bodies, models, sessions, Management(store))
-    _add_downloads(service, models, Downloads(store, settings.runs_dir))
+    management, downloads = Management(store, models, bodies), Downloads(store, models, settings)
+    for method, path, route in (
+        ("GET", "get_server_capabilities", models.capabilities),
+        ("GET", "samplers/{id}", sessions.get),
+        ("GET", "training_runs", management.training_runs),
+        ("GET", "training_runs/{id}", management.training_run),
+        ("GET", "training_runs/{id}/checkpoints", management.checkpoints),
+        ("GET", "checkpoints", management.all_checkpoints),
+        ("PUT", f"{CHECKPOINT}/ttl", management.expire),
+        ("DELETE", CHECKPOINT, management.delete),
+        ("GET", f"{CHECKPOINT}/external_weights_urls", downloads.urls),
+        ("GET", "files/{signature}/{expires}/{job}/{number}/{name:path}", downloads.file),
+    ):
+        add_route(service, method, path, route)
 
 
 def _add_posts(
@@ -104,9 +118,6 @@ def _add_posts(
 
         add_route(service, "POST", path, route)
 
-    def saving(kind: SavedKind) -> Answer:
-        return lambda body, digest: operations.save(body, digest, kind)
-
     async def load(body: dict[str, Any], digest: str) -> dict[str, Any]:
         is_new = body.get("session_id") is not None
         return await (models.load(body) if is_new else operations.refuse_load(body, digest))
@@ -119,53 +130,11 @@ def _add_posts(
     add("weights_info", lambda body, _: models.weights_info(body))
     add("optim_step", operations.optim_step)
     for kind, path in SAVED.items():
-        add(path, saving(kind))
+        add(path, functools.partial(operations.save, kind=kind))
     add("unload_model", operations.unload)
     add("create_sampling_session", lambda body, _: sessions.create(body))
     add("asample", lambda body, _: sessions.order(body), MAX_SAMPLE_BYTES)
     add("retrieve_future", lambda body, _: futures.retrieve(body))
-
-
-def _add_management(
-    service: Service,
-    bodies: Bodies,
-    models: Models,
-    sessions: SamplingSessions,
-    management: Management,
-) -> None:
-    async def training_run(id: str, access_scope: Scope = "accessible") -> dict[str, Any]:
-        return await management.training_run(await models.get(id, access_scope))
-
-    async def checkpoints(id: str) -> dict[str, Any]:
-        return await management.checkpoints(await models.get(id))
-
-    async def delete(id: str, checkpoint: str) -> Response:
-        await management.delete(await models.get(id), checkpoint)
-        return Response(status_code=204)
-
-    async def expire(id: str, checkpoint: str, request: Request) -> Response:
-        body, _ = await bodies.json(request)
-        await management.expire(await models.get(id), checkpoint, read_ttl(body))
-        return Response(status_code=204)
-
-    add_route(service, "GET", "get_server_capabilities", models.capabilities)
-    add_route(service, "GET", "samplers/{id}", sessions.get)
-    add_route(service, "GET", "training_runs", management.training_runs)
-    add_route(service, "GET", "training_runs/{id}", training_run)
-    add_route(service, "GET", "training_runs/{id}/checkpoints", checkpoints)
-    add_route(service, "GET", "checkpoints", management.all_checkpoints)
-    add_route(service, "PUT", f"{CHECKPOINT}/ttl", expire)
-    add_route(service, "DELETE", CHECKPOINT, delete)
-
-
-def _add_downloads(service: Service, models: Models, downloads: Downloads) -> None:
-    async def urls(id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-        return await downloads.urls(await models.get(id), checkpoint, str(request.base_url))
-
-    add_route(service, "GET", f"{CHECKPOINT}/external_weights_urls", urls)
-    files = FILES.removeprefix(f"{ROOT}/")
-    path = f"{files}/{{signature}}/{{expires}}/{{job}}/{{number}}/{{name:path}}"
-    add_route(service, "GET", path, downloads.file)
 
 
 MAX_CALL_BYTES = 64 << 20
@@ -247,98 +216,115 @@ EXPIRY_S = 600.0
 """Seconds between two removals of expired weights."""
 
 
+@dataclass
 class Management:
     """Lists, changes and removes the saved weights of the models of a store."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    store: Store
+    models: Models
+    bodies: Bodies
 
     async def training_runs(
         self, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
     ) -> dict[str, Any]:
-        found = [one async for one in models_of(self._store, access_scope)]
-        records = [await self._store.get(one.id) for one in found[offset : offset + limit]]
-        runs = [await self.training_run(record) for record in records]
+        found = [one async for one in models_of(self.store, access_scope)]
+        records = [await self.store.get(one.id) for one in found[offset : offset + limit]]
+        runs = [await _training_run(record) for record in records]
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {"training_runs": runs, "cursor": cursor}
 
-    async def training_run(self, record: JobRecord) -> dict[str, Any]:
-        listed = (await self.checkpoints(record))["checkpoints"]
+    async def training_run(self, id: str, access_scope: Scope = "accessible") -> dict[str, Any]:
+        return await _training_run(await self.models.get(id, access_scope))
 
-        def last(kind: str) -> Any:
-            return next((one for one in reversed(listed) if one["checkpoint_type"] == kind), None)
-
-        changed_at = await asyncio.to_thread(OperationLog(Path(record.run_dir)).changed_at)
-        return {
-            "training_run_id": record.id,
-            "base_model": record.job.model,
-            "model_owner": record.submitted_by or "HONE_TOKEN",
-            **adapter_of(record.job),
-            "corrupted": record.status == "failed",
-            "last_request_time": iso(changed_at or record.created_at),
-            "last_checkpoint": last("training"),
-            "last_sampler_checkpoint": last("sampler"),
-            "user_metadata": {k: v for k, v in record.job.metadata.items() if k != MODEL},
-        }
-
-    async def checkpoints(self, record: JobRecord) -> dict[str, Any]:
-        """Returns the weights that the model saved under a name, oldest first."""
-        saved = await asyncio.to_thread(SavedFolder(Path(record.run_dir)).all)
-        return {"checkpoints": [_checkpoint(record.id, one) for one in saved if one.name]}
+    async def checkpoints(self, id: str) -> dict[str, Any]:
+        return {"checkpoints": await _checkpoints(await self.models.get(id))}
 
     async def all_checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
         """Returns the saved weights of all models, newest first."""
         found: list[dict[str, Any]] = []
-        async for one in models_of(self._store):
-            found += (await self.checkpoints(await self._store.get(one.id)))["checkpoints"]
+        async for one in models_of(self.store):
+            found += await _checkpoints(await self.store.get(one.id))
         found.sort(key=lambda one: str(one["time"]), reverse=True)
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
-    async def delete(self, record: JobRecord, id: str) -> None:
-        await self._remove(Path(record.run_dir), await asyncio.to_thread(find_saved, record, id))
+    async def delete(self, id: str, checkpoint: str) -> Response:
+        record = await self.models.get(id)
+        saved = await asyncio.to_thread(find_saved, record, checkpoint)
+        await _remove(self.store, Path(record.run_dir), saved)
+        return Response(status_code=204)
 
-    async def _remove(self, run: Path, saved: SavedWeights) -> None:
-        """Raises Conflict if a job that has not ended begins with the checkpoint."""
-        if saved.path:
-            for use in await self._store.models_below(Path(saved.path)):
-                raise Conflict(
-                    f"{saved.name!r} is used by job {use.job_id!r}, which is {use.status}; cancel "
-                    "that job, or wait for its end"
-                )
-        await write_despite_cancel(SavedFolder(run).remove, saved)
-
-    async def expire(self, record: JobRecord, id: str, ttl_s: float | None) -> None:
-        one = await asyncio.to_thread(find_saved, record, id)
+    async def expire(self, id: str, checkpoint: str, request: Request) -> Response:
+        body, _ = await self.bodies.json(request)
+        record, ttl_s = await self.models.get(id), read_ttl(body)
+        one = await asyncio.to_thread(find_saved, record, checkpoint)
         expires_at = None if ttl_s is None else time.time() + ttl_s
         await write_despite_cancel(
             SavedFolder(Path(record.run_dir)).change,
             one.model_copy(update={"expires_at": expires_at}),
         )
+        return Response(status_code=204)
 
-    # --- what has expired ------------------------------------------------------------------------
 
-    async def remove_expired_forever(self) -> None:
-        """Removes expired weights periodically."""
-        while True:
-            try:
-                found = [one.id async for one in models_of(self._store)]
-            except HoneError as error:  # Redis is unreachable; the next removal tries again
-                get_logger().warning("expired weights not removed", reason=str(error))
-                found = []
-            for job_id in found:
-                await self.remove_expired(job_id)
-            await asyncio.sleep(EXPIRY_S)
+async def _training_run(record: JobRecord) -> dict[str, Any]:
+    listed = await _checkpoints(record)
 
-    async def remove_expired(self, job_id: str) -> None:
-        """Removes a model's expired weights, except weights that a job needs."""
+    def last(kind: str) -> Any:
+        return next((one for one in reversed(listed) if one["checkpoint_type"] == kind), None)
+
+    changed_at = await asyncio.to_thread(OperationLog(Path(record.run_dir)).changed_at)
+    return {
+        "training_run_id": record.id,
+        "base_model": record.job.model,
+        "model_owner": record.submitted_by or "HONE_TOKEN",
+        **adapter_of(record.job),
+        "corrupted": record.status == "failed",
+        "last_request_time": iso(changed_at or record.created_at),
+        "last_checkpoint": last("training"),
+        "last_sampler_checkpoint": last("sampler"),
+        "user_metadata": {k: v for k, v in record.job.metadata.items() if k != MODEL},
+    }
+
+
+async def _checkpoints(record: JobRecord) -> list[dict[str, Any]]:
+    """Returns the weights that the model saved under a name, oldest first."""
+    saved = await asyncio.to_thread(SavedFolder(Path(record.run_dir)).all)
+    return [_checkpoint(record.id, one) for one in saved if one.name]
+
+
+async def _remove(store: Store, run: Path, saved: SavedWeights) -> None:
+    """Raises Conflict if a job that has not ended begins with the checkpoint."""
+    if saved.path:
+        for use in await store.models_below(Path(saved.path)):
+            raise Conflict(
+                f"{saved.name!r} is used by job {use.job_id!r}, which is {use.status}; cancel "
+                "that job, or wait for its end"
+            )
+    await write_despite_cancel(SavedFolder(run).remove, saved)
+
+
+async def remove_expired_forever(store: Store) -> None:
+    """Removes expired weights periodically."""
+    while True:
         try:
-            run = Path((await self._store.get(job_id)).run_dir)
-            for saved in await asyncio.to_thread(SavedFolder(run).expired):
-                with contextlib.suppress(Conflict):
-                    await self._remove(run, saved)
-        except (HoneError, OSError) as error:  # the next removal tries again
-            get_logger().warning("expired weights not removed", job=job_id, reason=str(error))
+            found = [one.id async for one in models_of(store)]
+        except HoneError as error:  # Redis is unreachable; the next removal tries again
+            get_logger().warning("expired weights not removed", reason=str(error))
+            found = []
+        for job_id in found:
+            await remove_expired(store, job_id)
+        await asyncio.sleep(EXPIRY_S)
+
+
+async def remove_expired(store: Store, job_id: str) -> None:
+    """Removes a model's expired weights, except weights that a job needs."""
+    try:
+        run = Path((await store.get(job_id)).run_dir)
+        for saved in await asyncio.to_thread(SavedFolder(run).expired):
+            with contextlib.suppress(Conflict):
+                await _remove(store, run, saved)
+    except (HoneError, OSError) as error:  # the next removal tries again
+        get_logger().warning("expired weights not removed", job=job_id, reason=str(error))
 
 
 def find_saved(record: JobRecord, id: str) -> SavedWeights:
@@ -385,13 +371,14 @@ class Downloads:
     """The files of exports. Orchestrators with one folder of runs share the secret that signs their
     URLs."""
 
-    def __init__(self, store: Store, runs_dir: Path) -> None:
-        self._store = store
-        self._secret_file = runs_dir / ".keys" / "addresses.secret"
+    def __init__(self, store: Store, models: Models, settings: Settings) -> None:
+        self._store, self._models = store, models
+        self._secret_file = settings.runs_dir / ".keys" / "addresses.secret"
 
-    async def urls(self, record: JobRecord, id: str, base_url: str) -> dict[str, Any]:
-        """Returns a signed URL for each file of an export. `base_url` is the server's."""
-        one = await asyncio.to_thread(find_saved, record, id)
+    async def urls(self, id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+        """Returns a signed URL for each file of an export."""
+        record = await self._models.get(id)
+        one = await asyncio.to_thread(find_saved, record, checkpoint)
         expires = int(time.time() + URL_S)
         files = await asyncio.to_thread(files_of, Path(one.path))
         secret = await write_despite_cancel(kept_secret, self._secret_file)
@@ -399,7 +386,7 @@ class Downloads:
         for file in files:
             signature = _signed(secret, record.id, one.number, file.name, expires)
             rest = f"{signature}/{expires}/{record.id}/{one.number}/{file.name}"
-            urls[file.name] = f"{base_url.rstrip('/')}{FILES}/{rest}"
+            urls[file.name] = f"{str(request.base_url).rstrip('/')}{FILES}/{rest}"
         return {"urls": urls, "expires": iso(expires)}
 
     async def file(
