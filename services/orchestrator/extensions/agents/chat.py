@@ -10,7 +10,6 @@ from typing import Any
 from services.orchestrator.extensions.agents.dialect import (
     Body,
     Dialect,
-    calls_of,
     chat_turn,
     check_fields,
     event,
@@ -76,7 +75,7 @@ def _tool(given: Any) -> Any:
 
 def chat_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the chat completion."""
-    calls, choice = calls_of(answer), _choice(answer, asked)
+    calls, choice = answer.tool_calls, _choice(answer, asked)
     message = {"role": "assistant", "content": answer.message.get("content") or None}
     if calls:
         message["tool_calls"] = calls

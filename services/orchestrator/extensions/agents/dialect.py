@@ -215,7 +215,3 @@ def usage_of(answer: Turn) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
     }
-
-
-def calls_of(answer: Turn) -> list[dict[str, Any]]:
-    return list(answer.message.get("tool_calls") or ())

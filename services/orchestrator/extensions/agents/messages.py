@@ -9,7 +9,6 @@ from typing import Any
 from services.orchestrator.extensions.agents.dialect import (
     Body,
     Dialect,
-    calls_of,
     chat_turn,
     check_fields,
     event,
@@ -107,7 +106,7 @@ def _call(block: Any) -> dict[str, Any]:
 def answer_body(answer: Turn, asked: Body) -> dict[str, Any]:
     """Returns the message."""
     rollout, said = answer.rollout, answer.message.get("content")
-    calls = [_tool_use(call) for call in calls_of(answer)]
+    calls = [_tool_use(call) for call in answer.tool_calls]
     blocks = [{"type": "text", "text": said}] if said else []
     reason = "max_tokens" if rollout.finish_reason == "length" else "end_turn"
     return {

@@ -9,7 +9,6 @@ from services.orchestrator.extensions.agents.chat import CHOICES
 from services.orchestrator.extensions.agents.dialect import (
     Body,
     Dialect,
-    calls_of,
     chat_turn,
     check_fields,
     event,
@@ -144,7 +143,7 @@ def answer_body(answer: Turn, asked: Body) -> dict[str, Any]:
 
 
 def _output(answer: Turn) -> list[dict[str, Any]]:
-    said, calls = answer.message.get("content") or "", calls_of(answer)
+    said, calls = answer.message.get("content") or "", answer.tool_calls
     status = "incomplete" if answer.rollout.finish_reason == "length" else "completed"
     found = list[dict[str, Any]]()
     if said or not calls:

@@ -176,7 +176,7 @@ class Session:
             "turns": len(turns),
             "completion_ids": [turn.id for turn in turns],
             "turn_times": [turn.ended for turn in turns],
-            "tool_calls": sum(len(turn.message.get("tool_calls") or ()) for turn in turns),
+            "tool_calls": sum(len(turn.tool_calls) for turn in turns),
             "environment_s": self._agent.seconds,
             "forks": len(group.rollouts[0].branches),
         }

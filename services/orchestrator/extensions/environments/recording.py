@@ -75,6 +75,10 @@ class Turn:
     created: int
 
     @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        return list(self.message.get("tool_calls") or ())
+
+    @property
     def num_messages(self) -> int:
         """The number of messages up to and with the turn's answer."""
         return len(self.asked.messages) + 1

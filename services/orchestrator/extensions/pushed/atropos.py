@@ -134,25 +134,12 @@ def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> No
             PREFIX + path, handler, methods=[method], responses=rendering.answers(answer)
         )
 
-    _add_reads(service, api, pushing)
-
-
-def _add_reads(service: Service, api: Atropos, pushing: GroupIntake) -> None:
-    @service.app.get(PREFIX + "/status")
-    async def status(job_id: str) -> AtroposStatus:
-        """The job's progress."""
-        return await api.status(job_id)
-
-    @service.app.get(PREFIX + "/info")
-    async def info(job_id: str) -> AtroposInfo:
-        """The number of completions of a step, and their maximum length."""
-        return await api.info(job_id)
-
-    @service.app.get(PREFIX + "/wandb_info")
-    async def wandb_info(job_id: str) -> AtroposWandb:
-        """The project of Weights & Biases, if the job has one."""
-        job = (await pushing.record(job_id)).job
-        return AtroposWandb(group=job.name, project=job.wandb.project if job.wandb else None)
+    for path, read in (
+        ("/status", api.status),
+        ("/info", api.info),
+        ("/wandb_info", api.wandb_info),
+    ):
+        service.app.get(PREFIX + path)(read)
 
 
 def _too_much_waits(held: int, left: int) -> Unavailable:
@@ -197,7 +184,8 @@ class Atropos:
             return EnvRegistered(status=WAITS)
         async with self._registering:
             self._check_number(record, await self._pushing.registered(record))
-            number, name = await self._pushing.register(record, asked.model_dump())
+            queue = self._pushing.queue(record)
+            number, name = await asyncio.to_thread(queue.register, asked.model_dump())
             self._of_job(record.id)[number] = time.monotonic()
         return EnvRegistered(
             status="success",
@@ -260,7 +248,7 @@ class Atropos:
         return True
 
     async def status(self, job_id: str) -> AtroposStatus:
-        """Returns the job's progress; for a job that has ended, one step beyond its last, at which
+        """The job's progress; of a job that has ended, one step beyond its last, at which
         environments stop."""
         record = await self._pushing.record(job_id)
         counts = await self._pushing.counts(job_id)
@@ -310,13 +298,18 @@ class Atropos:
         return heard
 
     async def info(self, job_id: str) -> AtroposInfo:
-        record: JobRecord = await self._pushing.record(job_id)
-        sampling = record.job.sampling
-        window = await self._pushing.window(record)
+        """The number of completions of a step, and their maximum length."""
+        job = (await self._pushing.record(job_id)).job
+        window = (await asyncio.to_thread(self._pushing.model, job)).window
         return AtroposInfo(
-            batch_size=sampling.prompts_per_step * sampling.group_size,
+            batch_size=job.sampling.prompts_per_step * job.sampling.group_size,
             max_token_len=-1 if window is None else window,
         )
+
+    async def wandb_info(self, job_id: str) -> AtroposWandb:
+        """The project of Weights & Biases, if the job has one."""
+        job = (await self._pushing.record(job_id)).job
+        return AtroposWandb(group=job.name, project=job.wandb.project if job.wandb else None)
 
 
 def _idle_s(record: JobRecord) -> float:

@@ -325,17 +325,9 @@ class GroupIntake:
         record = await self.record(job_id)
         return await asyncio.to_thread(self.queue(record).look, partial(counts_of, record))
 
-    async def register(self, record: JobRecord, program: dict[str, Any]) -> tuple[int, str]:
-        """Registers a program that pushes to the job. Returns its number, from 0, and its name."""
-        return await asyncio.to_thread(self.queue(record).register, program)
-
     async def registered(self, record: JobRecord) -> list[dict[str, Any]]:
         """Returns the programs that push to the job, by number."""
         return await asyncio.to_thread(self.queue(record).look, lambda found: [*found.programs])
-
-    async def window(self, record: JobRecord) -> int | None:
-        """Returns the most tokens of prompt and completion; None if that is not known."""
-        return (await asyncio.to_thread(self.model, record.job)).window
 
     async def record(self, job_id: str) -> JobRecord:
         """Returns the job's record. Raises Conflict for a job of another kind."""

@@ -230,8 +230,7 @@ def _same(known: tuple[int, str], key: str, digest: str) -> int:
     if digest != before:
         raise Conflict(
             f"the key {key!r:.80} was used before with another body, as group {number}; expected "
-            "the "
-            "same body, or another key",
+            "the same body, or another key",
             code="body_differs",
         )
     return number

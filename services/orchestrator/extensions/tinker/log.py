@@ -104,11 +104,6 @@ def future_of(model_id: str, number: int) -> str:
     return f"{model_id}:{number}"
 
 
-def future_of_samples(model_id: str, order: str) -> str:
-    """Returns the id of the future of an order of samples."""
-    return f"{model_id}:sample:{order}"
-
-
 W = TypeVar("W", bound=Wire)
 
 FOLDER = "operations"

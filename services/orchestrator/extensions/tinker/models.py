@@ -26,7 +26,6 @@ from services.orchestrator.extensions.tinker.log import (
     PendingQuota,
     SavedFolder,
     future_of,
-    future_of_samples,
     read_name,
     read_path,
 )
@@ -558,7 +557,7 @@ class SamplingSessions:
         await asyncio.to_thread(self._quota.note, caller_name(), log, f"sample-{id}")
         self._orders.carry_out(record.id, id, log)
         return {
-            "request_id": future_of_samples(record.id, id),
+            "request_id": f"{record.id}:sample:{id}",
             "model_id": record.id,
             "sample_sequence_ids": [f"{record.id}:{id}:{each}" for each in range(sampling.n)],
         }

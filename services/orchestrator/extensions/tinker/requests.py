@@ -460,7 +460,7 @@ def read_sampling(body: Mapping[str, Any]) -> Sampling:
             "token ids"
         )
     numbers = {
-        "max_tokens": 256 if (most := _number(given, "max_tokens", int)) is None else most,
+        "max_tokens": _number(given, "max_tokens", int, 256),
         "temperature": _number(given, "temperature", (int, float), 1.0),
         "top_p": _number(given, "top_p", (int, float), 1.0),
         "top_k": _number(given, "top_k", int, -1),

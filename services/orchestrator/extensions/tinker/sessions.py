@@ -30,6 +30,16 @@ BodyReader = Callable[[Request], Awaitable[tuple[dict[str, Any], str]]]
 
 _LIST = "list_training_runs and `hone ls` list the models"
 
+CONSTANT: dict[tuple[str, str], dict[str, str]] = {
+    ("POST", "session_heartbeat"): {"type": "session_heartbeat"},
+    ("POST", "telemetry"): {"status": "accepted"},
+    ("POST", "client/config"): {},
+    ("POST", "client/dynamic_config"): {},
+    ("POST", "sessions/{session}/finish"): {},
+    ("GET", "healthz"): {"status": "ok"},
+}
+"""Routes whose answer is always the same."""
+
 NOT_SUPPORTED: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     # the message, and the parameters of the query, which are not read
     ("POST", f"{CHECKPOINT}/publish"): (
@@ -93,18 +103,6 @@ def add_session_routes(service: Service, store: Store, read: BodyReader) -> None
     async def create_session(request: Request) -> dict[str, Any]:
         return _created((await read(request))[0])
 
-    async def heartbeat() -> dict[str, Any]:
-        return {"type": "session_heartbeat"}
-
-    async def telemetry() -> dict[str, Any]:
-        return {"status": "accepted"}
-
-    async def nothing() -> dict[str, Any]:
-        return {}
-
-    async def health() -> dict[str, Any]:
-        return {"status": "ok"}
-
     async def sessions(
         limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
     ) -> dict[str, Any]:
@@ -125,13 +123,10 @@ def add_session_routes(service: Service, store: Store, read: BodyReader) -> None
         return {"training_run_ids": models, "sampler_ids": samplers}
 
     add_route(service, "POST", "create_session", create_session)
-    add_route(service, "POST", "session_heartbeat", heartbeat)
-    add_route(service, "POST", "telemetry", telemetry)
-    for path in ("client/config", "client/dynamic_config", "sessions/{session}/finish"):
-        add_route(service, "POST", path, nothing)
-    add_route(service, "GET", "healthz", health)
     add_route(service, "GET", "sessions", sessions)
     add_route(service, "GET", "sessions/{id}", session)
+    for (method, path), answer in CONSTANT.items():
+        add_route(service, method, path, _answering(answer))
     for (method, path), (sentence, parameters) in NOT_SUPPORTED.items():
         declared = [{"name": name, "in": "query"} for name in parameters]
         add_route(
@@ -149,6 +144,13 @@ def _created(body: dict[str, Any]) -> dict[str, Any]:
     if project := field(body, "project_id", str):
         answer["warning_message"] = f"project_id {project!r:.80} is ignored: there are no projects"
     return answer | {"info_message": "; ".join(notes)}
+
+
+def _answering(answer: dict[str, str]) -> Callable[[], Awaitable[dict[str, str]]]:
+    async def constant() -> dict[str, str]:
+        return answer
+
+    return constant
 
 
 def _refusing(sentence: str) -> Callable[[], Awaitable[None]]:
