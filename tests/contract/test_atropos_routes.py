@@ -99,7 +99,9 @@ async def test_an_environments_groups_are_trained(stack: Stack) -> None:
     assert ended == {"current_step": 3, "queue_size": 0}  # by which an environment ends
 
 
-async def test_data_that_cannot_be_trained_on_is_refused(stack: Stack) -> None:
+async def test_data_that_cannot_be_trained_on_and_a_trainers_routes_are_refused(
+    stack: Stack,
+) -> None:
     url = await running(stack)
     for change, detail in (
         ({"scores": [1.0]}, "'scores': got 1; expected 2, as many as tokens"),
@@ -109,6 +111,12 @@ async def test_data_that_cannot_be_trained_on_is_refused(stack: Stack) -> None:
     ):
         answer = await stack.http.post(f"{url}/scored_data", json=scored(7, **change))
         assert answer.status_code == 422 and detail in answer.json()["detail"]
+    for answer in (await stack.http.get(f"{url}/batch"), await stack.http.post(f"{url}/register")):
+        assert answer.status_code == 409 and "is a route for a trainer" in answer.json()["detail"]
+    share = await stack.http.post(f"{url}/register-env", json={**ENV, "min_batch_allocation": 0.5})
+    assert "got 0.5, expected none" in share.json()["detail"]
+    unknown = await stack.http.request("GET", f"{url}/status-env", json={"env_id": 4})
+    assert "got 4; expected one of the 0 that /register-env gave" in unknown.json()["detail"]
     await stack.post(f"{url.split('/')[3]}/cancel")
 
 
@@ -224,15 +232,4 @@ async def test_a_job_has_so_many_environments_and_silent_ones_do_not_count(
         weight = await share(0)
     assert weight == 1.0 and (await register()).json()["env_id"] == 2
     assert await share(1) == pytest.approx(1 / 3), "it was only away"
-    await stack.post(f"{url.split('/')[3]}/cancel")
-
-
-async def test_a_trainers_routes_are_refused(stack: Stack) -> None:
-    url = await running(stack)
-    for answer in (await stack.http.get(f"{url}/batch"), await stack.http.post(f"{url}/register")):
-        assert answer.status_code == 409 and "is a route for a trainer" in answer.json()["detail"]
-    share = await stack.http.post(f"{url}/register-env", json={**ENV, "min_batch_allocation": 0.5})
-    assert "got 0.5, expected none" in share.json()["detail"]
-    unknown = await stack.http.request("GET", f"{url}/status-env", json={"env_id": 4})
-    assert "got 4; expected one of the 0 that /register-env gave" in unknown.json()["detail"]
     await stack.post(f"{url.split('/')[3]}/cancel")

@@ -96,20 +96,13 @@ async def test_a_browser_asks_again_and_gets_a_file_once(http: httpx.AsyncClient
     assert head.headers["content-length"] == str(len(plain.content))
 
 
-@pytest.mark.parametrize(
-    "path",
-    (
-        "/page/nothing.js",
-        "/page/",
-        "/page/../app.py",
-        "/page/routes.py",
-        "/page/vendor/SHA256SUMS",
-        "/page/%2e%2e/app.py",
-    ),
-)
-async def test_only_the_pages_own_files_are_served(path: str, http: httpx.AsyncClient) -> None:
-    answer = await http.get(path)
-    assert answer.status_code == 404 and answer.json()["status"] == 404
+async def test_only_the_pages_own_files_are_served(http: httpx.AsyncClient) -> None:
+    for path in (
+        *("/page/nothing.js", "/page/", "/page/../app.py", "/page/routes.py"),
+        *("/page/vendor/SHA256SUMS", "/page/%2e%2e/app.py"),
+    ):
+        answer = await http.get(path)
+        assert answer.status_code == 404 and answer.json()["status"] == 404, path
 
 
 async def test_with_a_token_the_files_are_public_and_nothing_else_is(settings: Settings) -> None:

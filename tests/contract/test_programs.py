@@ -247,32 +247,26 @@ async def test_a_base_model_is_sampled_beside_the_same_programs_models_alone(sta
     assert not again.startswith(f"{model}:"), "a new session has a model that runs"
 
 
-async def test_operations_are_done_in_the_order_of_their_numbers(stack: Stack) -> None:
+async def test_operations_are_done_once_in_the_order_of_their_numbers(stack: Stack) -> None:
     model = await created(stack)
+    body = call(model, 1)
     answers = [
         await post(stack, "optim_step", {"model_id": model, "seq_id": 3, **ADAM}),
         await post(stack, "forward_backward", call(model, 2, (9, 8, 7))),
-        await post(stack, "forward_backward", call(model, 1)),
+        await post(stack, "forward_backward", body),
     ]
+    assert await post(stack, "forward_backward", body) == answers[2]
     for answer in answers:
         await result(stack, answer)
     kinds = [type(one).__name__ for one in stack.fakes.operations]
     assert kinds == ["ForwardBackwardRequest"] * 2 + ["OptimStepRequest"]
     first = stack.fakes.operations[0]
     assert tuple(first.examples[0].token_ids) == (6, 7)
-
-
-async def test_the_same_number_happens_once_and_another_body_is_refused(stack: Stack) -> None:
-    model = await created(stack)
-    body = call(model, 1)
-    first = await post(stack, "forward_backward", body)
-    assert await post(stack, "forward_backward", body) == first
-    await result(stack, first)
-    assert await post(stack, "forward_backward", body) == first
+    assert await post(stack, "forward_backward", body) == answers[2]
     refused = await asked(stack, "forward_backward", call(model, 1, (9, 9)))
     assert refused.status_code == 422
     assert "operation 1 was accepted with another body" in refused.json()["detail"]
-    assert stack.fakes.calls["forward_backward"] == 1
+    assert stack.fakes.calls["forward_backward"] == 2
 
 
 async def test_a_model_is_unloaded_once_though_operations_come_at_the_same_time(
@@ -283,18 +277,12 @@ async def test_a_model_is_unloaded_once_though_operations_come_at_the_same_time(
     unload = post(stack, "unload_model", {"model_id": model})
     *answers, ended = await asyncio.gather(*calls, unload)
     assert (await result(stack, ended))["type"] == "unload_model"
-    assert (await stack.until(model)).status == "succeeded"
+    record = await stack.until(model)
+    assert record.status == "succeeded"
     assert await post(stack, "unload_model", {"model_id": model}) == ended, "it has ended once"
     assert {answer.status_code for answer in answers} <= {200, 422}
-
-
-async def test_a_model_that_ended_before_later_operations_ends_once(stack: Stack) -> None:
-    model = await created(stack)
-    ended = await post(stack, "unload_model", {"model_id": model})
-    record = await stack.until(model)
-    end = log.OperationLog(Path(record.run_dir)).newest()
-    late = ProgramOperation(kind="refused", digest="another")
-    log.OperationLog(Path(record.run_dir)).accept(end + 1, late)
+    known = log.OperationLog(Path(record.run_dir))
+    known.accept(known.newest() + 1, ProgramOperation(kind="refused", digest="another"))
     assert await post(stack, "unload_model", {"model_id": model}) == ended
 
 
@@ -475,28 +463,27 @@ async def test_samples_that_fail_again_and_again_hold_no_place(
         await result(stack, await post(stack, "forward_backward", call(second, 1)))
 
 
-@pytest.mark.parametrize("failures", [2, 5])
 async def test_a_momentary_failure_of_a_sampler_is_not_the_samples_result(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, failures: int
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driving, "AGAIN_S", 0.01)
     model = await created(stack)
     session = (await snapshot(stack, model, 1, None))["sampling_session_id"]
     tried: list[GenerateRequest] = []
+    why = "the adapter's folder is not here yet"
 
     async def fail(body: GenerateRequest) -> None:
         tried.append(body)
         if len(tried) <= failures:
-            raise Failed("the adapter's folder is not here yet", code="not_seen")
+            raise Failed(why, code="not_seen")
 
     stack.fakes.fault["generate"] = fail
-    sample = await post(stack, "asample", ORDER | {"sampling_session_id": session, "seq_id": 0})
-    done = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
-    if failures == 2:
-        assert done.headers["content-type"] == "application/x-protobuf", done.text
-    else:
-        assert done.json()["error"] == "the adapter's folder is not here yet"
-    assert len(tried) == {2: 3, 5: 5}[failures]
+    for failures, num_tried, error in ((2, 3, None), (5, 5, why)):
+        tried.clear()
+        order = ORDER | {"sampling_session_id": session, "seq_id": failures}
+        found = await result(stack, await post(stack, "asample", order), "SampleResponse")
+        assert (found["error"] if isinstance(found, dict) else None) == error
+        assert len(tried) == num_tried
 
 
 async def test_a_number_that_was_passed_over_is_not_waited_for_again(
@@ -562,13 +549,6 @@ async def test_two_checkpoints_of_one_step_are_one_to_fall_back_on(stack: Stack)
         body = {"model_id": model, "seq_id": number, "path": name}
         await result(stack, await post(stack, "save_weights", body))
     assert known.start() == LogStart()
-
-
-async def test_a_future_that_names_no_request_is_not_found(stack: Stack) -> None:
-    model = await created(stack)
-    for rest in ("1", "sample:1-1", "sample:../../x", "sample", "x", "-1", ""):
-        answer = await asked(stack, "retrieve_future", {"request_id": f"{model}:{rest}"})
-        assert answer.status_code == 404, rest
 
 
 async def test_a_body_that_unpacks_to_too_much_is_refused(
@@ -787,6 +767,9 @@ async def test_an_odd_value_is_named(stack: Stack) -> None:
         refused = await asked(stack, path, body)
         assert refused.status_code in (404, 422), refused.text
         assert message in refused.json()["detail"], refused.text
+    for rest in ("3", "sample:1-1", "sample:../../x", "sample", "x", "-1", ""):
+        answer = await asked(stack, "retrieve_future", {"request_id": f"{model}:{rest}"})
+        assert answer.status_code == 404, rest
 
 
 async def test_a_session_says_what_differs_and_lists_what_it_created(stack: Stack) -> None:

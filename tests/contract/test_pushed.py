@@ -228,6 +228,14 @@ async def test_a_group_that_cannot_be_trained_on_is_refused(stack: Stack) -> Non
         path = f"/v1/jobs/{record.id}/groups"
         answer = await stack.http.post(path, content=content, headers=headers)
         assert answer.status_code == 422 and detail in answer.json()["detail"], answer.text
+    for body, detail in (
+        (group(prompt_token_ids=[]), "expected prompt_token_ids, or prompt"),
+        (
+            group(rollouts=[{"token_ids": [3], "reward": None}]),
+            "none of the 1 rollouts has a reward or advantages",
+        ),
+    ):
+        assert detail in (await push(stack.http, record.id, body)).json()["detail"]
     assert (await stack.http.get(f"/v1/jobs/{record.id}/groups")).json()["accepted"] == 0
     await stack.post(f"{record.id}/cancel")
 
@@ -246,16 +254,6 @@ async def test_a_ratio_of_the_sequence_takes_one_advantage_for_all_tokens(
     )
     assert refused.status_code == 422
     assert "rollout 1, advantages: got 0.5 and -1, and training.loss" in refused.json()["detail"]
-    await stack.post(f"{record.id}/cancel")
-
-
-async def test_a_group_needs_a_prompt_and_a_reward(stack: Stack) -> None:
-    record = await stack.submit()
-    none = await push(stack.http, record.id, group(prompt_token_ids=[]))
-    assert "expected prompt_token_ids, or prompt" in none.json()["detail"]
-    unpaid = group(rollouts=[{"token_ids": [3], "reward": None}])
-    refused = await push(stack.http, record.id, unpaid)
-    assert "none of the 1 rollouts has a reward or advantages" in refused.json()["detail"]
     await stack.post(f"{record.id}/cancel")
 
 

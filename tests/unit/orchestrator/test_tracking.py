@@ -106,7 +106,8 @@ async def test_two_jobs_of_one_process_have_a_run_each(tmp_path: Path) -> None:
     for name in ("one", "two"):
         run_dir = tmp_path / name
         run_dir.mkdir()
-        tracker = Tracker(offline_job(project=name), f"job-{name}", run_dir, begin)
+        own = {"name": "mine"} if name == "two" else {}
+        tracker = Tracker(offline_job(project=name, **own), f"job-{name}", run_dir, begin)
         tracker.start()
         tracker.log(0, {})
         await until(lambda name=name: f"job-{name}" in begun)
@@ -114,25 +115,16 @@ async def test_two_jobs_of_one_process_have_a_run_each(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         trackers["one"].log(step, {"reward": float(step)})
         trackers["two"].log(step, {"reward": -float(step)})
-    ended = await asyncio.gather(*(tracker.finish(True) for tracker in trackers.values()))
-    for name, sign, tracked in zip(trackers, (1.0, -1.0), ended, strict=True):
+    ended = await asyncio.gather(trackers["one"].finish(True), trackers["two"].finish(False))
+    for name, shown, sign, code, tracked in zip(
+        trackers, ("job-one", "mine"), (1.0, -1.0), (0, 1), ended, strict=True
+    ):
         run = offline_run(tmp_path / name)
-        assert (run.id, run.name, run.project) == (f"job-{name}", f"job-{name}", name)
-        assert run.rewards == {step: sign * step for step in (1, 2, 3)} and run.exit_code == 0
+        assert (run.id, run.name, run.project) == (f"job-{name}", shown, name)
+        assert run.rewards == {step: sign * step for step in (1, 2, 3)} and run.exit_code == code
         where = tmp_path / name / "wandb"
         message = f"W&B has steps 0 to 3 of this run once `wandb sync` sends it what is in {where}"
         assert tracked == TrackerReport(message, complete=True)
-
-
-async def test_a_wandb_run_may_have_a_name_of_its_own(tmp_path: Path) -> None:
-    tracker = Tracker(
-        offline_job(project="p", name="mine"), "job-1", tmp_path, tracking.begin_wandb
-    )
-    tracker.start()
-    tracker.log(1, {"reward": 1.0})
-    await tracker.finish(False)
-    run = offline_run(tmp_path)
-    assert (run.id, run.name, run.exit_code) == ("job-1", "mine", 1)
 
 
 async def test_without_a_key_the_job_says_that_wandb_has_nothing(
