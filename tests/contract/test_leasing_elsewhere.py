@@ -3,8 +3,6 @@ told."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -15,20 +13,19 @@ from services.orchestrator.store.store import Store
 from shared.job import Job
 from shared.job.file import make_job
 from tests.support import orchestrator_stack
+from tests.support.in_process import in_process
 from tests.support.orchestrator_stack import Stack
 
 stack = orchestrator_stack.stack  # a fixture
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(4)))
+def job() -> Job:
     document = {
         "name": "agents",
         "model": "owner/model",
         "steps": 1,
-        "data": {"train": str(rows)},
+        "data": {"train": [{"prompt": f"{n}?"} for n in range(4)]},
         "environment": {"kind": "worker"},
         "sampling": {"prompts_per_step": 1, "group_size": 2},
     }
@@ -49,8 +46,7 @@ async def test_a_worker_at_another_orchestrator_is_told_so(stack: Stack, redis_u
     store = Store(redis_url)
     await store.open()
     elsewhere = create_service(stack.settings, store, works=False)
-    transport = httpx.ASGITransport(app=elsewhere.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(elsewhere.app) as http:
         status, told = await lease(http, record.id)
         trainer = (await stack.get(record.id)).trainer
         assert status == 503 and told["detail"].startswith(

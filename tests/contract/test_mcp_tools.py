@@ -16,7 +16,6 @@ from services.orchestrator.extensions.environments.mcp_session import MAX_MESSAG
 from services.orchestrator.extensions.environments.tools import Tools
 from services.orchestrator.seams import EpisodeLost
 from shared.errors import BadRequest, Unavailable
-from shared.host.processes import free_port
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -27,7 +26,7 @@ from shared.wire import (
     ToolCall,
     ToolResult,
 )
-from tests.support.running import serve
+from tests.support.running import served
 
 
 def calculator(name: str = "add") -> MCPServer:
@@ -54,19 +53,10 @@ def calculator(name: str = "add") -> MCPServer:
 
 @contextlib.asynccontextmanager
 async def running(server: MCPServer) -> AsyncGenerator[str]:
-    port = free_port()
-    config = uvicorn.Config(
-        server.streamable_http_app(), port=port, log_config=None, timeout_graceful_shutdown=1
-    )
-    served = uvicorn.Server(config)
-    task = asyncio.create_task(serve(served))
-    while not served.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        served.should_exit = True
-        await task
+    app = server.streamable_http_app()
+    config = uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1)
+    async with served(uvicorn.Server(config)) as url:
+        yield f"{url}/mcp"
 
 
 class Own:

@@ -16,7 +16,7 @@ from services.orchestrator.extensions.tinker.log import SavedFolder
 from services.orchestrator.extensions.tinker.routes import is_public, remove_expired
 from shared.weights.folders import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
-from tests.contract.test_programs import ADAM, call, created, job, post, result, session_on, stack
+from tests.contract.test_programs import ADAM, call, created, job, post, result, stack
 from tests.support.orchestrator_stack import Stack
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,12 @@ async def test_what_is_saved_is_listed_until_it_is_deleted_or_expires(stack: Sta
     assert [one["checkpoint_id"] for one in of_all["checkpoints"]] == [*found][:0:-1]
 
     kept = f"/api/v1/training_runs/{model}/checkpoints"
+    sampled = {"session_id": "s", "model_path": f"tinker://{model}/sampler_weights/b"}
+    await post(stack, "create_sampling_session", sampled | {"sampling_session_seq_id": 0})
     assert (await stack.http.delete(f"{kept}/sampler_weights/b")).status_code == 204
+    sampled |= {"sampling_session_seq_id": 1}
+    refused = await stack.http.post("/api/v1/create_sampling_session", json=sampled)
+    assert refused.status_code == 404 and "has no snapshot 'b'" in refused.json()["detail"]
     set_ttl = await stack.http.put(f"{kept}/weights/a/ttl", json={"ttl_seconds": 1})
     assert set_ttl.status_code == 204
     await asyncio.sleep(1.05)
@@ -106,16 +111,6 @@ async def test_a_time_to_live_that_is_none_is_refused(stack: Stack) -> None:
         body = {"model_id": model, "seq_id": number, "path": "a", "ttl_seconds": ttl}
         refused = await stack.http.post("/api/v1/save_weights", json=body)
         assert refused.status_code == 422 and "'ttl_seconds': got" in refused.json()["detail"]
-
-
-async def test_a_deleted_snapshot_is_not_sampled(stack: Stack) -> None:
-    model = await created(stack)
-    path = (await save(stack, "save_weights_for_sampler", model, 1, "b"))["path"]
-    await session_on(stack, model_path=path)
-    await stack.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/b")
-    body = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": path}
-    refused = await stack.http.post("/api/v1/create_sampling_session", json=body)
-    assert refused.status_code == 404 and "has no snapshot 'b'" in refused.json()["detail"]
 
 
 def entry(run: Path, number: int, kind: SavedKind, step: int, name: str = "x") -> SavedWeights:
