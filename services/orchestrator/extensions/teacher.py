@@ -19,7 +19,6 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -275,15 +274,14 @@ def read(body: bytes, ids: Sequence[int]) -> TokenAnswers | None:
             found = choice["logprobs"]
             values, texts = found["token_logprobs"], found.get("tokens") or [None] * len(ids)
             told = list(zip(values, texts, strict=True))[: len(ids)]
-        if len(told) != len(ids) or not all(_is_told(*one) for one in told[1:]):
+        if len(told) != len(ids) or not all(
+            isinstance(value, int | float) and isinstance(text, str | None)
+            for value, text in told[1:]
+        ):
             return None
         return [value for value, _ in told], [None, *(text for _, text in told[1:])]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
-
-
-def _is_told(value: Any, text: Any) -> bool:
-    return isinstance(value, int | float) and isinstance(text, str | None)
 
 
 def differs(own: str, other: str) -> bool:

@@ -172,7 +172,14 @@ class Episodes:
             asks = time.monotonic() - asked.at < NOBODY_S
             if asks == asked.told:
                 asked.told = not asks
-                await services.caller.tell(_told(offer.job_id, asks), not asks)
+                told = (
+                    "a worker asks for episodes again"
+                    if asks
+                    else f"no worker asked for an episode for {NOBODY_S:g} s; `hone work agent.py "
+                    f"--job {offer.job_id}` starts one, on any machine that reaches this "
+                    "orchestrator"
+                )
+                await services.caller.tell(told, not asks)
 
     async def _ended(self, lease: EpisodeLease, deadline_s: float) -> RolloutGroup:
         try:
@@ -296,15 +303,6 @@ class Episodes:
             lease.ended.set_exception(EnvironmentFailed(rollout.error or "it has no answer"))
         else:
             lease.ended.set_result(rewarded(group, lease.session.answers(), result))
-
-
-def _told(job_id: str, asks: bool) -> str:
-    if asks:
-        return "a worker asks for episodes again"
-    return (
-        f"no worker asked for an episode for {NOBODY_S:g} s; `hone work agent.py --job {job_id}` "
-        "starts one, on any machine that reaches this orchestrator"
-    )
 
 
 def rewarded(

@@ -100,17 +100,14 @@ class Conversation:
 
     async def play(self) -> RolloutGroup:
         """Returns the rollout as a group of one."""
-        async with self.services.samplers.conversations:
-            return await self._played()
-
-    async def _played(self) -> RolloutGroup:
         why = ""
-        for number in range(MAX_PLAYED):
-            try:
-                return await self._episode(f"{self.key}:{number}")
-            except EnvironmentFailed as error:
-                why = str(error)
-                get_logger().warning("environment failed", episode=self.key, reason=why)
+        async with self.services.samplers.conversations:
+            for number in range(MAX_PLAYED):
+                try:
+                    return await self._episode(f"{self.key}:{number}")
+                except EnvironmentFailed as error:
+                    why = str(error)
+                    get_logger().warning("environment failed", episode=self.key, reason=why)
         found = failed_group(f"the environment failed {MAX_PLAYED} times: {why}")
         return with_info(found, {ENVIRONMENT_FAILED: True})
 
@@ -341,16 +338,13 @@ def _nth(sampling: Sampling, number: int) -> Sampling:
     return sampling.model_copy(update={"n": 1, "seed": seed})
 
 
-def _are_equal(ids: tuple[int, ...]) -> bool:
-    return len(set(ids)) == 1
-
-
 def joined(groups: list[RolloutGroup]) -> RolloutGroup:
     """Joins groups of one rollout to one group. Its prompt is the common beginning of their
     prompts; the rest of a prompt, such as a first observation, begins the rollout, unsampled."""
     whole = [group for group in groups if not group.rollouts[0].went_wrong]
     prompts = [list(group.prompt_token_ids) for group in whole] or [[]]
-    shared = [ids[0] for ids in itertools.takewhile(_are_equal, zip(*prompts, strict=False))]
+    columns = zip(*prompts, strict=False)
+    shared = [ids[0] for ids in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns)]
     rollouts = tuple(
         without_prefix(group, len(shared)) if group in whole else group.rollouts[0]
         for group in groups

@@ -418,7 +418,8 @@ class OpenEnv:
         fields = actions.get("properties", {}).keys() - {"metadata"}
         if fields and not {"tool_name", "arguments"} <= fields:
             said = actions.get("description") or "Takes a step in the environment."
-            return _Offer((tool_schema(STEP, str(said), _without_metadata(actions)),), False)
+            own = {name: kind for name, kind in actions["properties"].items() if name != "metadata"}
+            return _Offer((tool_schema(STEP, str(said), {**actions, "properties": own}),), False)
         seen = await socket.ask("step", {"type": "list_tools"})
         try:
             tools = tuple(
@@ -448,11 +449,6 @@ class OpenEnv:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _without_metadata(actions: dict[str, Any]) -> dict[str, Any]:
-    fields = {name: field for name, field in actions["properties"].items() if name != "metadata"}
-    return {**actions, "properties": fields}
 
 
 def _shown(seen: StepReply) -> str:

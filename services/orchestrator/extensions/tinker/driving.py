@@ -83,7 +83,7 @@ class OperationRunner:
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _warned_of_surrogate: bool = False
     _loss: float = 0.0  # of the calls since the last optimizer step
-    _checkpoint_at: float = field(default_factory=time.monotonic)
+    _checkpoint_due_at: float = field(default_factory=lambda: time.monotonic() + CHECKPOINT_EVERY_S)
     _at_checkpoint: LogStart | None = None  # of the newest checkpoint of this attempt
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class OperationRunner:
         outcome = await self._attempt(operation)
         if operation.kind in ("checkpoint", "export") and outcome.error is None:
             await self._checkpointed(number)
-        elif operation.kind == "optim_step" and self._checkpoint_is_due():
+        elif operation.kind == "optim_step" and time.monotonic() > self._checkpoint_due_at:
             await self.services.trainer.checkpoint(self.last, await self._kept_steps())
             await self._checkpointed(number)
         if known is None and outcome.error is None:
@@ -174,13 +174,10 @@ class OperationRunner:
         await write_despite_cancel(self._saved.add, saved)
         return outcome
 
-    def _checkpoint_is_due(self) -> bool:
-        return time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S
-
     async def _checkpointed(self, number: int) -> None:
         """Makes the log begin at the checkpoint before this one, to which the model can go back if
         this one is damaged."""
-        self._checkpoint_at = time.monotonic()
+        self._checkpoint_due_at = time.monotonic() + CHECKPOINT_EVERY_S
         before = self._at_checkpoint
         if before is not None and before.done < self._num_done:
             # otherwise both are the same folder
@@ -209,7 +206,8 @@ class OperationRunner:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
                     return operation
-                if number < self._passed_below or await self._was_passed_over(number):
+                outcome = await asyncio.to_thread(self._log.outcome, number)
+                if number < self._passed_below or outcome is not None:  # it was passed over
                     return None
                 await self._look_at_samples()
                 if gap_since or await asyncio.to_thread(self._later_ones_came, number):
@@ -226,9 +224,6 @@ class OperationRunner:
                     await self._make_room()
                     since = time.monotonic()
                 await asyncio.sleep(POLL_S)
-
-    async def _was_passed_over(self, number: int) -> bool:
-        return await asyncio.to_thread(self._log.outcome, number) is not None
 
     async def _look_at_samples(self) -> None:
         """Begins orders of samples that other processes accepted, or this one before it died, and

@@ -101,7 +101,17 @@ def add_route(
 
 def add_session_routes(service: Service, store: Store, read: BodyReader) -> None:
     async def create_session(request: Request) -> dict[str, Any]:
-        return _created((await read(request))[0])
+        """Returns the id of a new session, and messages that the SDK logs."""
+        body, _ = await read(request)
+        answer = {"type": "create_session", "session_id": secrets.token_hex(16)}
+        if project := field(body, "project_id", str):
+            ignored = f"project_id {project!r:.80} is ignored: there are no projects"
+            answer["warning_message"] = ignored
+        notes = (
+            f"the loss {name!r} is computed as {ours!r} (docs/tinker.md#losses)"
+            for name, ours in SURROGATES.items()
+        )
+        return answer | {"info_message": "; ".join(notes)}
 
     async def sessions(
         limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
@@ -132,18 +142,6 @@ def add_session_routes(service: Service, store: Store, read: BodyReader) -> None
         add_route(
             service, method, path, _refusing(sentence), openapi_extra={"parameters": declared}
         )
-
-
-def _created(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer to a new session; the SDK logs its messages."""
-    notes = [
-        f"the loss {name!r} is computed as {ours!r} (docs/tinker.md#losses)"
-        for name, ours in SURROGATES.items()
-    ]
-    answer = {"type": "create_session", "session_id": secrets.token_hex(16)}
-    if project := field(body, "project_id", str):
-        answer["warning_message"] = f"project_id {project!r:.80} is ignored: there are no projects"
-    return answer | {"info_message": "; ".join(notes)}
 
 
 def _answering(answer: dict[str, str]) -> Callable[[], Awaitable[dict[str, str]]]:
