@@ -31,10 +31,10 @@ def test_a_stacked_line_keeps_its_own_values_for_legend_and_file() -> None:
         {label: "sample", colour: 0, x: [1, 2], y: [3, 4], steps: [1, 2]},
         {label: "train", colour: 1, x: [1, 2], y: [1, 2], steps: [1, 2]},
     ])"""
-    found = run(lines)
+    found, file = run(f"[{lines}, s.csv({lines}, 'step')]")
     assert [line["y"] for line in found] == [[3, 4], [4, 6]]
     assert [line["own"] for line in found] == [[3, 4], [1, 2]]
-    assert run(f"s.csv({lines}, 'step')") == "step,sample,train\n1,3,1\n2,4,2\n"
+    assert file == "step,sample,train\n1,3,1\n2,4,2\n"
 
 
 def test_tokens_per_second_are_of_sampling_and_of_training() -> None:
@@ -50,9 +50,8 @@ def test_tokens_per_second_are_of_sampling_and_of_training() -> None:
 
 
 def test_a_chart_of_zeros_alone_has_no_axis() -> None:
-    assert run("s.isZero([{y: [0, null, 0]}, {y: [0]}])") is True
-    assert run("s.isZero([{y: [0, 0.1]}])") is False
-    assert run("s.isZero([])") is False
+    lines = "[{y: [0, null, 0]}, {y: [0]}], [{y: [0, 0.1]}], []"
+    assert run(f"[{lines}].map(s.isZero)") == [True, False, False]
 
 
 def test_jobs_are_compared_by_the_keys_in_which_they_differ() -> None:
