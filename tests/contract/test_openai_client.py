@@ -212,7 +212,7 @@ def said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpenAI):
+async def test_what_cannot_be_is_refused_as_openai_does(stack: Stack, client: openai.AsyncOpenAI):
     for method, error in (
         ({"type": "reinforcement"}, "'reinforcement' is missing, which has the grader"),
         ({"type": "supervised", "dpo": {}}, "type is 'supervised' and 'dpo' is set"),
@@ -230,6 +230,10 @@ async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpen
     ):
         with pytest.raises(openai.UnprocessableEntityError, match=error):
             await client.fine_tuning.jobs.create(model=model, training_file=rows, method=method)
+    with pytest.raises(openai.UnprocessableEntityError, match=r"'hone\.request'"):
+        await create(client, extra_body={"hone": {"request": {"x": 1}}})
+    with pytest.raises(BadRequest, match=r"'job\.request': unknown key 'x'"):
+        await stack.submit(stack.job.model_copy(update={"request": {"x": 1}}))
     for file, error in (
         ("file-x", "'training_file': got 'file-x'"),
         ("file-" + "0" * 24, "no uploaded file"),
@@ -256,24 +260,6 @@ async def test_a_job_asked_for_again_with_its_key_is_the_same(client: openai.Asy
         await client.fine_tuning.jobs.create(**asked, seed=1, extra_headers=key)
     for job_id in (ids[0], ids[2]):
         await ended(client, job_id)
-
-
-async def test_no_request_that_cannot_be_shown_is_taken(stack: Stack, client: openai.AsyncOpenAI):
-    with pytest.raises(openai.UnprocessableEntityError, match=r"'hone\.request'"):
-        await create(client, extra_body={"hone": {"request": {"x": 1}}})
-    with pytest.raises(BadRequest, match=r"'job\.request': unknown key 'x'"):
-        await stack.submit(stack.job.model_copy(update={"request": {"x": 1}}))
-    assert (await client.fine_tuning.jobs.list()).data == []
-
-
-async def test_a_body_of_deep_lists_is_a_sentence(client: openai.AsyncOpenAI):
-    with pytest.raises(openai.UnprocessableEntityError, match="the body is no JSON"):
-        await client.post(
-            "/chat/completions",
-            cast_to=object,
-            content=b"[" * 100_000,
-            options={"headers": {"content-type": "application/json"}},
-        )
 
 
 async def test_graders_are_validated_and_run_by_the_reward_service(settings: Settings):
@@ -410,9 +396,16 @@ async def test_a_call_ends_at_the_sampler_when_its_client_disconnects(stack: Sta
     await asyncio.wait_for(ended.wait(), 60)
 
 
-async def test_what_is_missing_of_openais_api_is_refused_with_its_path(
+async def test_no_json_and_what_is_missing_of_openais_api_is_refused_with_its_path(
     client: openai.AsyncOpenAI,
 ) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="the body is no JSON"):
+        await client.post(
+            "/chat/completions",
+            cast_to=object,
+            content=b"[" * 100_000,
+            options={"headers": {"content-type": "application/json"}},
+        )
     with pytest.raises(openai.APIStatusError, match="no route DELETE /v1/models/x; this path has"):
         await client.models.delete("x")
     with pytest.raises(openai.NotFoundError, match="no route POST /v1/batches"):

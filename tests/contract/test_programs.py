@@ -486,29 +486,6 @@ async def test_a_momentary_failure_of_a_sampler_is_not_the_samples_result(
         assert len(tried) == num_tried
 
 
-async def test_a_number_that_was_passed_over_is_not_waited_for_again(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("GAP_S", 1.0), ("LOOK_S", 0.1)):
-        monkeypatch.setattr(driving, name, seconds)
-    model = await created(stack)
-    await result(stack, await post(stack, "forward_backward", call(model, 2)))
-    monkeypatch.setattr(driving, "GAP_S", 1000.0)
-    stack.fakes.restart_trainer()
-    await result(stack, await post(stack, "forward_backward", call(model, 3)))
-    assert stack.fakes.calls["forward_backward"] >= 3
-
-
-async def test_a_gap_of_many_numbers_is_waited_for_once(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driving, "GAP_S", 2.0)
-    model = await created(stack)
-    began = time.monotonic()
-    await result(stack, await post(stack, "forward_backward", call(model, 40)))
-    assert time.monotonic() - began < 15, "and not 39 times 2 s"
-
-
 async def test_models_that_wait_for_a_lost_number_do_not_evict_each_other(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,17 +515,6 @@ async def test_an_order_of_samples_is_carried_out_though_no_one_asks(stack: Stac
         while known.samples(id) is None:
             await asyncio.sleep(0.05)
     assert known.undelivered() == []
-
-
-async def test_two_checkpoints_of_one_step_are_one_to_fall_back_on(stack: Stack) -> None:
-    model = await created(stack)
-    known = log.OperationLog(Path((await stack.get(model)).run_dir))
-    await post(stack, "forward_backward", call(model, 1))
-    await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM})
-    for number, name in ((3, "a"), (4, "b")):
-        body = {"model_id": model, "seq_id": number, "path": name}
-        await result(stack, await post(stack, "save_weights", body))
-    assert known.start() == LogStart()
 
 
 async def test_a_body_that_unpacks_to_too_much_is_refused(
@@ -641,6 +607,10 @@ async def test_a_model_begins_with_a_checkpoint_of_another(stack: Stack) -> None
     await result(stack, await post(stack, "optim_step", {"model_id": first, "seq_id": 2, **ADAM}))
     saving = {"model_id": first, "seq_id": 3, "path": "kept"}
     path = (await result(stack, await post(stack, "save_weights", saving)))["path"]
+    twice = saving | {"seq_id": 4, "path": "twice"}
+    await result(stack, await post(stack, "save_weights", twice))
+    known = log.OperationLog(Path((await stack.get(first)).run_dir))
+    assert known.start() == LogStart(), "two checkpoints of one step are one to fall back on"
     folder = (await stack.store.checkpoints(first))[-1].path
     (Path(folder) / STATE).mkdir(parents=True, exist_ok=True)
     source = (await stack.get(first)).job.model_dump(mode="json")
@@ -698,16 +668,21 @@ async def test_a_refused_operation_keeps_no_one_waiting(stack: Stack) -> None:
     assert told["category"] == "user" and "datum 0 has no 'logprobs'" in told["error"]
 
 
-async def test_an_operation_that_comes_too_late_is_told_so(
+async def test_a_gap_of_numbers_is_waited_for_once_and_late_ones_are_told_so(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driving, "GAP_S", 0.1)
-    monkeypatch.setattr(driving, "LOOK_S", 0.05)
+    monkeypatch.setattr(driving, "GAP_S", 2.0)
     model = await created(stack)
-    await result(stack, await post(stack, "forward_backward", call(model, 2)))
+    began = time.monotonic()
+    await result(stack, await post(stack, "forward_backward", call(model, 40)))
+    assert time.monotonic() - began < 15, "and not 39 times 2 s"
     late = await result(stack, await post(stack, "forward_backward", call(model, 1)))
     assert "was skipped; expected a new number" in late["error"]
     assert stack.fakes.calls["forward_backward"] == 1
+    monkeypatch.setattr(driving, "GAP_S", 1000.0)
+    stack.fakes.restart_trainer()  # a number that was passed over is not waited for again
+    await result(stack, await post(stack, "forward_backward", call(model, 41)))
+    assert stack.fakes.calls["forward_backward"] >= 3
 
 
 SAMPLE = {"sampling_session_id": "{model}:1", "seq_id": 0, "num_samples": 1}

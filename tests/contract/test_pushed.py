@@ -204,7 +204,9 @@ async def test_a_group_of_weights_that_are_too_old_is_refused(stack: Stack) -> N
     await stack.post(f"{record.id}/cancel")
 
 
-async def test_a_group_that_cannot_be_trained_on_is_refused(stack: Stack) -> None:
+async def test_groups_that_cannot_be_trained_on_are_refused_and_others_are_waited_for(
+    stack: Stack,
+) -> None:
     record = await stack.submit()
     first, second = group()["rollouts"]
     for change, detail in (
@@ -237,6 +239,12 @@ async def test_a_group_that_cannot_be_trained_on_is_refused(stack: Stack) -> Non
     ):
         assert detail in (await push(stack.http, record.id, body)).json()["detail"]
     assert (await stack.http.get(f"/v1/jobs/{record.id}/groups")).json()["accepted"] == 0
+    await push_all(stack.http, record.id, [group(1)])
+    async with asyncio.timeout(30):
+        while "pushed groups: 1 of the 2 that step 1 needs are here" not in str(
+            (await stack.get(record.id)).doing
+        ):
+            await asyncio.sleep(0.05)
     await stack.post(f"{record.id}/cancel")
 
 
@@ -268,17 +276,6 @@ async def test_a_job_that_samples_itself_takes_no_groups(stack: Stack, tmp_path:
     answer = await push(stack.http, record.id, group())
     assert answer.status_code == 409
     assert "samples its groups itself; expected a job with [environment]" in answer.json()["detail"]
-    await stack.post(f"{record.id}/cancel")
-
-
-async def test_what_a_waiting_job_needs_is_said(stack: Stack) -> None:
-    record = await stack.submit()
-    await push_all(stack.http, record.id, [group(1)])
-    async with asyncio.timeout(30):
-        while "pushed groups: 1 of the 2 that step 1 needs are here" not in str(
-            (await stack.get(record.id)).doing
-        ):
-            await asyncio.sleep(0.05)
     await stack.post(f"{record.id}/cancel")
 
 
