@@ -169,7 +169,10 @@ class Teacher:
             texts = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
         try:
             async with asyncio.timeout(CHECK_S):
-                _, theirs = await self._first_asked(ids)
+                try:
+                    _, theirs = await self._ask(ids)
+                except _UnusableAnswer:  # the next request asks for `echo`
+                    _, theirs = await self._ask(ids)
         except (TimeoutError, _EndpointUnreachable) as error:
             raise Unavailable(
                 f"the teacher at {self._shown} does not answer: {error or 'it took too long'}"
@@ -186,13 +189,6 @@ class Teacher:
                     f"and the model {job.model!r} as {own!r}; expected a teacher with the same "
                     "vocabulary"
                 )
-
-    async def _first_asked(self, ids: list[int]) -> TokenAnswers:
-        """Tries `prompt_logprobs`, then `echo`."""
-        try:
-            return await self._ask(ids)
-        except _UnusableAnswer:
-            return await self._ask(ids)
 
     async def _asked(self, ids: list[int]) -> TokenAnswers:
         """Returns as `_ask`, with retries. Raises TeacherFailed."""

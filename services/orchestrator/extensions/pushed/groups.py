@@ -352,7 +352,8 @@ class GroupIntake:
         def admit(ledger: Ledger) -> None:
             check_room(record, ledger)
             next_step = counts_of(record, ledger).next_step
-            check_versions(group, oldest_version(record, ledger), record.step + 1, next_step)
+            oldest = max(next_step - 1 - record.job.max_staleness, 0)
+            check_versions(group, oldest, record.step + 1, next_step)
 
         return queue.accept(
             checked.scored, admit, digest=checked.digest, key=group.key, last_step=record.step
@@ -393,11 +394,6 @@ def counts_of(record: JobRecord, ledger: Ledger) -> GroupCounts:
         next_step=record.step + 1 + ahead // per_step,
         room=0 if record.status in TERMINAL else max(room, 0),
     )
-
-
-def oldest_version(record: JobRecord, ledger: Ledger) -> int:
-    """Returns the oldest version that may have sampled a group which is accepted now."""
-    return max(counts_of(record, ledger).next_step - 1 - record.job.max_staleness, 0)
 
 
 def check_room(record: JobRecord, ledger: Ledger) -> None:

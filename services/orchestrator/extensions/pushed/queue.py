@@ -121,7 +121,8 @@ class PushedQueue:
             admit(ledger)
             number = ledger.num_accepted + 1
             self._write(self._file(number), group)
-            versions = _versions_of(group)
+            found = [each for rollout in group.group.rollouts for each in rollout.versions]
+            versions = (min(found), max(found)) if found else None
             self._append(accepted=number, key=name, digest=digest, versions=versions)
             return number
 
@@ -234,11 +235,6 @@ def _same(known: tuple[int, str], key: str, digest: str) -> int:
             code="body_differs",
         )
     return number
-
-
-def _versions_of(group: ScoredGroup) -> Versions:
-    found = [version for rollout in group.group.rollouts for version in rollout.versions]
-    return (min(found), max(found)) if found else None
 
 
 POLL_S = 0.2

@@ -238,8 +238,10 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
         SURROGATES.get(name, name), {known[key]: (key, value) for key, value in config.items()}
     )
     data = [_examples(datum, name, at) for at, datum in enumerate(message.data)]
-    num_targets = tuple(map(_num_targets, message.data))
-    operation = ProgramOperation(
+    shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in message.data]
+    # K targets of each token for `[T, K]`, 0 for `[T]`
+    num_targets = tuple(int(shape[1]) if len(shape) == 2 else 0 for shape in shapes)
+    return ProgramOperation(
         kind="forward" if message.forward_only else "forward_backward",
         digest=digest,
         examples=tuple(itertools.chain.from_iterable(data)),
@@ -247,7 +249,6 @@ def read_forward_backward(message: Any, digest: str, limit: int | None = None) -
         loss=loss,
         loss_name=name if name in SURROGATES else "",
     )
-    return operation
 
 
 def _config(message: Any) -> dict[str, float]:
@@ -312,12 +313,6 @@ def _examples(datum: Any, loss: str, at: int) -> list[Example]:
         return [_example(inputs, given, loss)]
     of_each = ({name: values[:, k] for name, values in given.items()} for k in range(shape[1]))
     return [_example(inputs, one, loss) for one in of_each]
-
-
-def _num_targets(datum: Any) -> int:
-    """Returns K, the number of targets of each of the datum's tokens, for `[T, K]`; 0 for `[T]`."""
-    shape = datum.loss_fn_inputs["target_tokens"].shape
-    return int(shape[1]) if len(shape) == 2 else 0
 
 
 def _example(inputs: NDArray[Any], given: Mapping[str, NDArray[Any]], loss: str) -> Example:
