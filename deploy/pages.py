@@ -1,9 +1,9 @@
-"""The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
-explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
-with what each imports (`tests/unit/test_imports.py` holds their order); the parameters of
-`hone.Trainer` in docs/trainer.md; the metrics of a step in docs/observability.md, from the file
-that the page reads; docs/versions.md, from the entries of `make compat` in hone/tested.toml; and
-llms.txt (https://llmstxt.org), the list of all pages."""
+"""The parts of the documentation that `make docs` writes, each between two marks in its page:
+docs/graders.md, from the texts of `hone explain` for each grader; docs/migrating.md; the rooms of
+the orchestrator in docs/architecture.md, with what each imports (`tests/unit/test_imports.py` holds
+their order); the parameters of `hone.Trainer` in docs/trainer.md; the metrics of a step in
+docs/observability.md, from the file that the page reads; docs/versions.md, from the entries of
+`make compat` in hone/tested.toml; and llms.txt (https://llmstxt.org), the list of all pages."""
 
 from __future__ import annotations
 
@@ -25,43 +25,18 @@ from hone.trainer.single import CONVERTED, IGNORED, REFUSED, SAME
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"
-ARCHITECTURE = ROOT / "docs/architecture.md"
-BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\n"
-
 ROOMS = ("extensions", "api", "jobs", "grpo", "samplers", "data", "store")
 """The folders of the orchestrator from top to bottom: each imports only those below it."""
 
-TRAINER = ROOT / "docs/trainer.md"
-BEGIN_PARAMETERS = "<!-- parameters: `make docs` draws this -->\n"
-END_PARAMETERS = "<!-- end of parameters -->\n"
-
 MEANINGS = ORCHESTRATOR / "extensions/page/meanings.json"
-OBSERVABILITY = ROOT / "docs/observability.md"
-BEGIN_METRICS = "<!-- metrics: `make docs` writes this -->\n"
-END_METRICS = "<!-- end of metrics -->\n"
-
-GRADERS = ROOT / "docs/graders.md"
 WIDTH = 100
 HEAD = ("| param | is | default | what it says |", "|---|---|---|---|")
 ESCAPED = "\\|"
-BEGINNING = """# Graders and their params
-
-`make docs` writes this page from the graders' own docstrings. `hone explain llm_judge` shows the
-same in the shell, for any grader, and `hone explain graders` all of them. What they are for, and
-your own: [`rewards.md`](rewards.md).
-
-A job names a grader, and its params beside it. A param without a default has to be there.
-
-```toml
-[[rewards]]
-grader = "exact_match"
-params = { column = "answer", ignore_case = true }
-```
-"""
 
 
-def page() -> str:
-    return "\n".join([BEGINNING, *map(_section, find("graders").fields)])
+def graders() -> str:
+    """Returns a section for each grader, with the table of its params."""
+    return "\n".join(["", *map(_section, find("graders").fields), ""])
 
 
 def _section(grader: Explanation) -> str:
@@ -104,7 +79,7 @@ def imports(folder: Path = ORCHESTRATOR) -> Iterator[tuple[Path, str]]:
                     yield file, room
 
 
-def picture() -> str:
+def rooms() -> str:
     """Returns a Mermaid diagram of the rooms, each arrow with its number of imports."""
     count = Counter((file.relative_to(ORCHESTRATOR).parts[0], room) for file, room in imports())
     arrows = [
@@ -116,18 +91,8 @@ def picture() -> str:
     return "\n".join(["```mermaid", "graph TD", *arrows, "```"]) + "\n"
 
 
-def draw_rooms(page: str) -> str:
-    """Returns the page with a current picture of the rooms."""
-    return _between(page, BEGIN, END, picture())
-
-
-def _between(page: str, begin: str, end: str, text: str) -> str:
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
-
-
-def with_parameters(page: str) -> str:
-    """Returns the Trainer's page with a current table of its parameters."""
+def parameters() -> str:
+    """Returns the table of the Trainer's parameters."""
     keys: dict[str, list[str]] = {}
     for name, key in SAME.items():
         keys.setdefault(f"`{key}`", []).append(name)
@@ -141,68 +106,31 @@ def with_parameters(page: str) -> str:
     rows += [(_names(names.split()), "none", f"ignored: {why}") for why, names in IGNORED.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     head = "\n| parameter | the job's key | what differs |\n|---|---|---|\n"
-    return _between(page, BEGIN_PARAMETERS, END_PARAMETERS, f"{head}{table}\n\n")
+    return f"{head}{table}\n\n"
 
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def with_metrics(page: str) -> str:
-    """Returns the page on observability with a current table of the metrics."""
+def metrics() -> str:
+    """Returns the table of the metrics of a step."""
     rows = ["| metric | is |", "|---|---|"]
     for one in json.loads(MEANINGS.read_text()):
         unit = f" ({one['unit']})" if "unit" in one else ""
         rows.append(f"| `{one['name']}` | {one['means'].removesuffix('.')}{unit} |")
-    return _between(page, BEGIN_METRICS, END_METRICS, "\n".join(["", *rows, "", ""]))
+    return "\n".join(["", *rows, "", ""])
 
 
 # --- docs/migrating.md ---------------------------------------------------------------------------
-
-MIGRATING = ROOT / "docs/migrating.md"
-MIGRATING_BEGINNING = """# From another trainer
-
-`hone import` makes a job of a configuration of TRL, OpenRLHF, verl or prime-rl, and lists what has
-no counterpart. `make docs` writes this page from the tables that it uses.
-
-    .venv/bin/hone import config.yaml --to job.toml  # YAML, TOML or JSON, of any of them
-    .venv/bin/hone import -- trl grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name a/b
-    .venv/bin/hone import -- python3 -m verl.trainer.main_ppo data.train_batch_size=256
-    .venv/bin/hone import -o json config.yaml        # the job, and every key that has none, as data
-
-Scripts are not read. Of a shell script, paste the command that starts the trainer after `--`, with
-its variables replaced; a variable that is left is listed. A Python script that calls TRL runs with
-`from hone import Trainer as GRPOTrainer` ([`trainer.md`](trainer.md)), or its arguments go after
-`--`.
-
-Comments before the job say which name each key had, and what differs. A value that the trainer
-has by default, and a job has not, is written too. A key that every job needs and that the
-configuration does not say is a comment, "fill in". A key that is in no table below is a comment,
-"not translated", as is a value without a counterpart. The exit code is 0 as long as the
-configuration can be read.
-
-- **Batches.** TRL and prime-rl count completions, verl and a job count prompts, OpenRLHF's rollout
-  batch counts prompts and its training batch completions. TRL's is multiplied by the processes:
-  `--processes 8`, unless the command line says it. A step of a job is a batch of
-  `prompts_per_step * group_size` completions, and `minibatches * epochs` optimizer steps.
-- **Ranges.** `clip_low` and `clip_high` are distances from 1. A trainer with one range has both.
-- **Averages.** A mean over tokens of an optimizer step is "dapo", with several minibatches "bnpo";
-  a mean of sequences' means is "grpo"; a sum over a constant length is "dr_grpo".
-- **KL in the reward** of OpenRLHF becomes a part of the loss, "k3_true". In the reward a token
-  answers for the divergence of all later tokens too, in the loss for its own alone.
-- **Rewards** that are code of another signature are yours to write: [`rewards.md`](rewards.md).
-- **Where it runs** (GPUs, memory of samplers) is a setting of the stack: `hone import` says which.
-"""
 
 TRL_NAMES = """What surrounds a GRPOConfig. Its own names are
 [the parameters of `hone.Trainer`](trainer.md#parameters)."""
 
 
-def migrating_page() -> str:
-    """Returns docs/migrating.md, made of the tables of hone/importing/."""
-    return "\n".join(
-        [MIGRATING_BEGINNING, *(_trainer_section(each) for each in FRAMEWORKS.values())]
-    )
+def migrating() -> str:
+    """Returns the tables of hone/importing/."""
+    return "\n".join(["", *map(_trainer_section, FRAMEWORKS.values()), ""])
 
 
 def _trainer_section(framework: Framework) -> str:
@@ -229,30 +157,16 @@ def _here(row: Row) -> str:
 
 # --- docs/versions.md ----------------------------------------------------------------------------
 
-VERSIONS = ROOT / "docs/versions.md"
 TESTED = ROOT / "hone/tested.toml"
-VERSIONS_BEGINNING = """# Versions that were tested
-
-`make compat` and `make clients` run each combination below and write the day into
-`hone/tested.toml`, from which `make docs` makes this page. `hone doctor` says what is installed and
-whether it is here. All of it ran on CPUs ([`what-was-run.md`](what-was-run.md)).
-
-- **Trainer**: torch 2.11 to the newest, with the other packages as pinned; the tests of attention,
-  losses, ZeRO, several ranks and resuming.
-- **Sampler**: vLLM's builds for CPUs end with the pinned release. A later one was tried as its
-  Python code over the compiled code of the pinned one: engine, log-probs, weight sync, masks and
-  chat. Its compiled code was not run.
-- **Clients**: unmodified packages against a stack, the newest of the index.
-"""
 
 
-def versions_page() -> str:
-    """Returns docs/versions.md, made of hone/tested.toml."""
-    lines = [VERSIONS_BEGINNING, "| part | packages | on |", "|---|---|---|"]
+def versions() -> str:
+    """Returns the table of hone/tested.toml."""
+    lines = ["", "| part | packages | on |", "|---|---|---|"]
     for row in tomllib.loads(TESTED.read_text())["tested"]:
         packages = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
         lines.append(f"| {row['part']} | {packages} | {row['on']} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", ""])
 
 
 # --- llms.txt ------------------------------------------------------------------------------------
@@ -287,11 +201,32 @@ def _first_sentence(page: str) -> str:
     return re.sub(":$", ".", re.split(r"(?<=[.:])\s+(?=[A-Z`])", text)[0])
 
 
+# --- pages with a part that is written -----------------------------------------------------------
+
+WRITTEN = {
+    "graders": graders,
+    "migrating": migrating,
+    "architecture": rooms,
+    "trainer": parameters,
+    "observability": metrics,
+    "versions": versions,
+}
+"""The text between the marks in a page of docs/, by the page's name."""
+
+BEGIN, END = "<!-- `make docs` writes this -->\n", "<!-- end of what `make docs` writes -->\n"
+
+
+def page_of(name: str) -> Path:
+    return ROOT / f"docs/{name}.md"
+
+
+def current(name: str) -> str:
+    """Returns the page with its written part as the code says now."""
+    before, _, rest = page_of(name).read_text().partition(BEGIN)
+    return f"{before}{BEGIN}{WRITTEN[name]()}{END}{rest.partition(END)[2]}"
+
+
 if __name__ == "__main__":
-    GRADERS.write_text(page())
-    MIGRATING.write_text(migrating_page())
-    ARCHITECTURE.write_text(draw_rooms(ARCHITECTURE.read_text()))
-    TRAINER.write_text(with_parameters(TRAINER.read_text()))
-    OBSERVABILITY.write_text(with_metrics(OBSERVABILITY.read_text()))
-    VERSIONS.write_text(versions_page())
+    for name in WRITTEN:
+        page_of(name).write_text(current(name))
     LLMS.write_text(llms_page())

@@ -51,23 +51,14 @@ def test_prose_has_lines_of_at_most_100_columns(page: str) -> None:
     assert [line for line in lines if len(line) > 100] == []
 
 
-def test_the_page_of_graders_is_what_they_say_of_themselves() -> None:
-    assert pages.GRADERS.read_text() == pages.page(), "`make docs` writes it anew"
-    trainer = pages.TRAINER.read_text()
-    assert pages.with_parameters(trainer) == trainer, "`make docs` writes it anew"
-
-
-def test_the_page_on_migrating_has_the_tables_of_hone_import() -> None:
-    assert pages.MIGRATING.read_text() == pages.migrating_page(), "`make docs` writes it anew"
-
-
-def test_the_page_of_versions_has_what_passed() -> None:
-    assert pages.VERSIONS.read_text() == pages.versions_page(), "`make docs` writes it anew"
+@pytest.mark.parametrize("page", pages.WRITTEN)
+def test_what_make_docs_writes_is_as_the_code_says(page: str) -> None:
+    assert pages.page_of(page).read_text() == pages.current(page), "run `make docs`"
 
 
 def test_the_list_of_pages_for_language_models_is_whole() -> None:
     text = pages.LLMS.read_text()
-    assert text == pages.llms_page(), "`make docs` writes it anew"
+    assert text == pages.llms_page(), "run `make docs`"
     assert {*re.findall(r"\(docs/([\w-]+)\.md\)", text)} == {p.stem for p in ROOT.glob("docs/*.md")}
 
 

@@ -84,11 +84,6 @@ def test_rooms_of_the_orchestrator_import_only_rooms_below() -> None:
         assert pages.ROOMS.index(own) < pages.ROOMS.index(room), f"{file} imports {room}"
 
 
-def test_the_picture_of_the_rooms_is_as_the_code_is() -> None:
-    page = pages.ARCHITECTURE.read_text()
-    assert pages.draw_rooms(page) == page, "run `make docs`"
-
-
 def test_a_module_that_is_named_in_a_string_exists() -> None:
     """`python -m`, a module imported by its name, and a class that vLLM loads."""
     named = re.compile(r"(?:services|shared|hone|deploy)(?:\.\w+)+")

@@ -7,8 +7,6 @@ import json
 import re
 from pathlib import Path
 
-from deploy import pages
-
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "services/orchestrator/extensions/page"
 SOURCES = (
@@ -38,8 +36,3 @@ def test_every_metric_that_has_a_name_in_the_code_has_a_meaning() -> None:
         named += re.findall(r'\["([a-z_]+/[a-z_0-9/]+)"\] = ', text)
         for name in {name for name in named if "/" in name}:
             assert any(re.fullmatch(pattern, name) for pattern in patterns), name
-
-
-def test_the_table_of_the_metrics_is_written_from_their_meanings() -> None:
-    page = pages.OBSERVABILITY.read_text()
-    assert pages.with_metrics(page) == page, "run `make docs`"
