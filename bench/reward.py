@@ -43,6 +43,7 @@ from statistics import median
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import structlog
 
 from bench.report import Figure, finish, options, ratios, repeated
@@ -359,17 +360,12 @@ async def measure(run: Run, at_once: int, seconds: float) -> Measurement:
 
 def cpu_s() -> float:
     """Returns the CPU time of this process and of all that it started, ended ones included."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()
-            parents[int(stat.parent.name)] = int(fields[1])
-            ticks[int(stat.parent.name)] = sum(map(int, fields[11:15]))
-    own = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in own} - own:
-        own |= more
-    return sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")
+    own, found = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            used = process.cpu_times()
+            found += used.user + used.system + used.children_user + used.children_system
+    return found
 
 
 def rate_ratios(measured: dict[str, list[Measurement]], other: str) -> list[float]:

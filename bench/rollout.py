@@ -21,7 +21,6 @@ tokens with the weights alone, at the rate of one such product.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 
 from bench.loop import TASKS, product_rate, write_task
 from bench.report import Figure, finish, in_turns, options, ratios, repeated
@@ -189,8 +189,8 @@ def figures_of(label: str, found: dict[str, list[Measurement]]) -> list[Figure]:
 
 def cpu_s(pid: int) -> float:
     """Returns the CPU seconds that a process has used, without its children's."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    used = psutil.Process(pid).cpu_times()
+    return used.user + used.system
 
 
 async def over_http(client: Client, prompts: list[list[int]], num_tokens: int) -> tuple[int, float]:

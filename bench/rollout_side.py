@@ -48,7 +48,7 @@ async def serve(folder: Path, model: Path) -> None:
     copies = Copies(settings.shm_dir / "sampler", fetcher)
     sampler = Sampler(VllmStarter(settings), (settings.runs_dir,), copies)
     service = create_service(settings, sampler)
-    async with serving([service]) as (url,):
+    async with serving(service) as url:
         await sampler.put_model(ModelRequest(model=str(model), dtype="float32"))
         engine: Any = await sampler.ready_engine()
         print(json.dumps(url), flush=True)

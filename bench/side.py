@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import uvicorn
 
 from shared.http.service import Service
 
@@ -92,24 +91,18 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def serving(services: list[Service]) -> AsyncGenerator[list[str]]:
-    """Yields the URLs of the services."""
-    servers = [service.server(0) for service in services]
-    tasks = [asyncio.create_task(_serve(server)) for server in servers]
-    while not all(server.started for server in servers):
+async def serving(service: Service) -> AsyncGenerator[str]:
+    """Yields the URL of the service."""
+    server = service.server(0)
+    task = asyncio.create_task(server._serve())  # without its own signal handlers
+    while not server.started:
         await asyncio.sleep(0.01)
-    ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
     try:
-        yield [f"http://127.0.0.1:{port}" for port in ports]
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
-        for server in servers:
-            server.should_exit = True
-        await asyncio.gather(*tasks)
-
-
-async def _serve(server: uvicorn.Server) -> None:
-    with contextlib.suppress(asyncio.CancelledError):
-        await server._serve()  # without its own signal handlers
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def quiet() -> None:

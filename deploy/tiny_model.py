@@ -19,7 +19,7 @@ import itertools
 import json
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ CHARACTERS = "0123456789+-*/%()<=>: "
 padding, and every id that the model can emit is a character."""
 
 MAX_LENGTH = 64
-BYTE_LEVEL_SPACE = "\u0120"
+BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 WARM_START_MAX_BATCHES = 3000
@@ -95,23 +95,31 @@ def _problem(pair: tuple[int, int], symbol: str, rng: random.Random) -> Problem:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Returns a tokenizer of one token per character, which adds nothing to a prompt, decodes to
-    exactly the characters and drops unknown ones.
+    # the first two in the order of PAD_ID and EOS_ID
+    return tokenizer_of([PAD, EOS], CHARACTERS, MAX_LENGTH, CHAT_TEMPLATE)
+
+
+def tokenizer_of(
+    special: Sequence[str], characters: str, max_length: int, chat_template: str
+) -> Qwen2Tokenizer:
+    """Returns a tokenizer of one token per character, which adds nothing to a text, decodes to
+    exactly the characters and drops unknown ones. The first of the `special` tokens is for padding,
+    the last one ends a text.
 
     A byte pair encoding without merges, because `AutoTokenizer` loads a Qwen2 checkpoint's
     tokenizer as this class only.
     """
-    # the first two in the order of PAD_ID and EOS_ID
-    symbols = [PAD, EOS, *CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)]
+    symbols = [*special, *(BYTE_LEVEL.get(each, each) for each in characters)]
     return Qwen2Tokenizer(
-        vocab={symbol: i for i, symbol in enumerate(symbols)},
+        vocab={symbol: id for id, symbol in enumerate(symbols)},
         merges=[],
-        unk_token=PAD,
-        pad_token=PAD,
-        eos_token=EOS,
+        unk_token=special[0],
+        pad_token=special[0],
+        eos_token=special[-1],
+        additional_special_tokens=[*special[1:-1]],
         clean_up_tokenization_spaces=False,
-        model_max_length=MAX_LENGTH,
-        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        chat_template=chat_template,
     )
 
 
@@ -229,16 +237,16 @@ def write_task(out: Path, seed: int) -> None:
     _write_problems(out / "test.jsonl", test)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
-    print(f"wrote {out}")
 
 
 def _write_problems(path: Path, problems: Sequence[Problem]) -> None:
     path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
 
 
-def main() -> None:
+def make(write_task: Callable[[Path, int], None], description: str | None) -> None:
+    """Writes a task as the command line says."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
     parser.add_argument(
@@ -252,7 +260,8 @@ def main() -> None:
     # so small a model gains little from more threads, and loses minutes if the cores are busy
     torch.set_num_threads(1)
     write_task(args.out, args.seed)
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":
-    main()
+    make(write_task, __doc__)

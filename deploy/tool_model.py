@@ -14,7 +14,6 @@ Hermes and Qwen2.5 write it, which vLLM's parser `hermes` reads. Everything else
 character of ASCII, except the words of the game.
 """
 
-import argparse
 import json
 import math
 import random
@@ -23,7 +22,8 @@ from pathlib import Path
 
 import torch
 from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-from transformers.utils import logging
+
+from deploy.tiny_model import make, tokenizer_of
 
 PAD, BEGIN, END = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, END_ID = 0, 2
@@ -43,7 +43,6 @@ CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 WHOLE = [HEAD, TAIL, *ROLES, *WORDS, *NUMBERS[10:]]
 """The tokens of more than one character."""
 
-BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}
 MAX_LENGTH = 512
 HIDDEN_SIZE = 160
 """At least the vocabulary, so that the embeddings can be at right angles to each other."""
@@ -77,20 +76,7 @@ NEXT: dict[str, dict[str, float]] = {
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Returns a tokenizer that adds nothing to a text, decodes to exactly the characters and drops
-    unknown ones."""
-    symbols = [PAD, BEGIN, END, *(BYTE_LEVEL.get(each, each) for each in CHARACTERS)]
-    tokenizer = Qwen2Tokenizer(
-        vocab={symbol: id for id, symbol in enumerate(symbols)},
-        merges=[],
-        unk_token=PAD,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[BEGIN],
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_LENGTH,
-        chat_template=CHAT_TEMPLATE,
-    )
+    tokenizer = tokenizer_of([PAD, BEGIN, END], CHARACTERS, MAX_LENGTH, CHAT_TEMPLATE)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in WHOLE])
     return tokenizer
 
@@ -153,17 +139,5 @@ def make_tool_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
-    parser.add_argument("--seed", type=int, required=True, help="sets the first weights")
-    args = parser.parse_args()
-    logging.disable_progress_bar()
-    write_task(args.out, args.seed)
-    print(f"wrote {args.out}")
-
-
 if __name__ == "__main__":
-    main()
+    make(write_task, __doc__)

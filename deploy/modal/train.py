@@ -98,23 +98,9 @@ def main(
     vllm_mode: str | None = None,
     resume: str | None = None,
 ) -> None:
-    flags = Flags(
-        job=job,
-        model=model,
-        max_steps=max_steps,
-        batch_size=batch_size,
-        num_generations=num_generations,
-        num_rollout_workers=num_rollout_workers,
-        max_tokens=max_tokens,
-        max_model_len=max_model_len,
-        learning_rate=learning_rate,
-        save_steps=save_steps,
-        sync_weights_every=sync_weights_every,
-        weight_sync_method=weight_sync_method,
-        use_lora=use_lora,
-        simple_mode=simple_mode,
-        vllm_mode=vllm_mode,
-    )
+    given = dict(locals())
+    del given["resume"]
+    flags = Flags(**given)
     chosen, placement = checked(flags, TRAINER_GPU)
     samplers = [str(server.get_url()) for server in rollout.servers[: placement.num_samplers]]
     run = resume or f"{chosen.name}-{random.token_hex(4)}"
