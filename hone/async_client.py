@@ -15,14 +15,13 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel
 
 from hone import calling
-from hone.calling import URL, Calls, body_of, check_text, job_of
+from hone.calling import URL, Calls, ResumeResult, body_of, check_text, job_of
 from shared import wire
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable
 from shared.explain import elide
 from shared.wire.pages import MAX_ROWS
 
 if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
-    from hone.calling import ResumeResult
     from hone.long_calls import CheckpointDownload, Progress
     from shared.job import EvaluatedModel, Job, RewardSpec
 
@@ -152,9 +151,23 @@ class AsyncClient:
     async def resume_all(self) -> tuple[ResumeResult, ...]:
         """Queues every paused job again, oldest first, jobs that a person paused included. Returns
         the result for each: a job that cannot be resumed does not hold up the others."""
-        from hone import calling
+        ids: list[str] = []
+        after: str | None = None
+        while True:
+            page = await self.list(status="paused", after=after)
+            ids += [*(job.id for job in page), *page.unreadable]
+            if (after := page.next_after) is None:
+                break
+        return tuple([await self._resumed(id) for id in reversed(ids)])
 
-        return await calling.resume_all(self)
+    async def _resumed(self, id: str) -> ResumeResult:
+        try:
+            state = await self.resume(id)
+        except Unavailable:
+            raise
+        except HoneError as error:
+            return ResumeResult(id=id, problem=error.detail)
+        return ResumeResult(id=id, status=state.status)
 
     async def delete(self, job: str, *, files: bool = False) -> wire.JobDeleted:
         """Forgets a job that has ended, with its events. `files` removes its run folder and the
@@ -301,8 +314,8 @@ class AsyncClient:
         after job and step: the files that plain `transformers` loads, and with `state` the training
         state. After an interruption another call resumes. `progress` is called with each file's
         bytes so far."""
-        from hone.long_calls import download
-        from shared.weights.folders import folder_name
+        from hone.long_calls import CheckpointDownload, Download
+        from shared.weights.folders import STATE, folder_name
 
         job_id = await self._id(job)
         if step is None:
@@ -311,8 +324,11 @@ class AsyncClient:
                 raise NotFound(f"job {job_id!r} has no checkpoint")
             step = kept[-1].step
         found = await self.checkpoint_files(job_id, step)
+        files = tuple(file for file in found if state or not file.name.startswith(f"{STATE}/"))
         folder = Path(to or f"{job_id}-{folder_name(step)}")
-        return await download(self._calls.client, job_id, found, folder, progress, state=state)
+        path = f"/v1/jobs/{job_id}/checkpoints/{step}/files"
+        await Download(self._calls.client, path, folder, progress).all(files)
+        return CheckpointDownload(step=step, folder=folder, files=files)
 
     async def upload(
         self, file: str | Path | IO[bytes], name: str | None = None, *, key: str | None = None

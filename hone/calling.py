@@ -1,6 +1,5 @@
-"""How the calls to an orchestrator are made, and what callers gave is checked: one request, the
-events of a job, and the resumption of all paused jobs. `shared/http/client.py` has the deadlines
-and retries."""
+"""How the calls to an orchestrator are made, and what callers gave is checked: one request, and the
+events of a job. `shared/http/client.py` has the deadlines and retries."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from urllib.parse import urlencode
 from pydantic import BaseModel, ValidationError
 
 from shared import wire
-from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable, no_job
+from shared.errors import BadRequest, Failed, NotFound, Unavailable, no_job
 from shared.explain import elide, sentences
 from shared.http import client as shared_client
 from shared.http import codec
@@ -24,7 +23,6 @@ from shared.job import JOB_ID
 from shared.wire import JobStatus
 
 if TYPE_CHECKING:
-    from hone.async_client import AsyncClient
     from shared.job import Job
 
 URL = "http://127.0.0.1:8000"
@@ -187,25 +185,3 @@ class ResumeResult(BaseModel):
     id: str
     status: JobStatus | None = None
     problem: str | None = None
-
-
-async def resume_all(client: AsyncClient) -> tuple[ResumeResult, ...]:
-    """Resumes each paused job, oldest first, and returns the results."""
-    ids: list[str] = []
-    after: str | None = None
-    while True:
-        page = await client.list(status="paused", after=after)
-        ids += [*(job.id for job in page), *page.unreadable]
-        after = page.next_after
-        if after is None:
-            return tuple([await _resumed(client, id) for id in reversed(ids)])
-
-
-async def _resumed(client: AsyncClient, id: str) -> ResumeResult:
-    try:
-        state = await client.resume(id)
-    except Unavailable:
-        raise
-    except HoneError as error:
-        return ResumeResult(id=id, problem=error.detail)
-    return ResumeResult(id=id, status=state.status)

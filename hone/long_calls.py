@@ -19,8 +19,8 @@ from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.http.client import Client
 from shared.job import MAX_NAME, EvaluatedModel, Job
 from shared.job.file import parse_job
-from shared.weights.folders import STATE, StoredFile
-from shared.wire import CheckpointFile, CheckpointFiles, EvaluationReport, JobProgress, JobRecord
+from shared.weights.folders import StoredFile
+from shared.wire import CheckpointFile, EvaluationReport, JobProgress, JobRecord
 
 if TYPE_CHECKING:
     from hone.async_client import AsyncClient
@@ -41,22 +41,6 @@ class CheckpointDownload(BaseModel):
     step: int
     folder: Path
     files: tuple[CheckpointFile, ...]
-
-
-async def download(
-    client: Client,
-    job_id: str,
-    checkpoint: CheckpointFiles,
-    folder: Path,
-    progress: Progress,
-    *,
-    state: bool,
-) -> CheckpointDownload:
-    """Puts the files of a job's checkpoint into `folder`; the training state only with `state`."""
-    path = f"/v1/jobs/{job_id}/checkpoints/{checkpoint.step}/files"
-    wanted = tuple(file for file in checkpoint if state or not file.name.startswith(f"{STATE}/"))
-    await Download(client, path, folder, progress).all(wanted)
-    return CheckpointDownload(step=checkpoint.step, folder=folder, files=wanted)
 
 
 class Download:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -65,6 +66,10 @@ def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run
         return Run(client.get(job).id, address)
 
 
+CURVES = {"reward": "reward of the steps", "eval/reward": "held out"}
+"""The metrics that are drawn by default, and their labels."""
+
+
 class MetricsRun:
     """A run whose steps have metrics."""
 
@@ -89,14 +94,39 @@ class MetricsRun:
         return frame.set_index("step") if rows else frame  # pyright: ignore
 
     def plot(self, *metrics: str) -> Any:
-        """Returns a matplotlib Figure of these metrics over the steps; by default the reward of the
-        steps and of held-out problems."""
+        """Returns a matplotlib Figure of these metrics over the steps, which a notebook shows; by
+        default the reward of the steps and of held-out problems. Raises BadRequest for a metric
+        that no step has."""
         try:
-            from hone.trainer.plotting import curves
+            from matplotlib.figure import Figure  # pyright: ignore
         except ImportError as error:
             why = f"plot() draws with matplotlib: {how_to_install('plot')}"
             raise BadRequest(why) from error
-        return curves(self._rows(), metrics, self.id)
+
+        class Curves(Figure):  # pyright: ignore
+            """A notebook shows a plain Figure only after an import of pyplot."""
+
+            def _repr_png_(self) -> bytes:
+                image = io.BytesIO()
+                self.savefig(image, format="png")  # pyright: ignore
+                return image.getvalue()
+
+        figure, rows = Curves(figsize=(8, 4.5)), self._rows()
+        axes: Any = figure.subplots()  # pyright: ignore
+        for name in metrics or CURVES:
+            points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=CURVES.get(name, name))
+            elif metrics:
+                raise BadRequest(
+                    f"no step of job {self.id} has the metric {name!r}; metrics().columns lists "
+                    "them"
+                )
+        axes.set(xlabel="step", title=self.id)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        return figure
 
 
 class Run(MetricsRun):
