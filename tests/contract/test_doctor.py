@@ -42,33 +42,25 @@ async def sampler_at(url: str) -> Check:
     return next(check for check in checks if check.name == "rollout")
 
 
-async def test_services_are_as_the_orchestrator_says_where_only_it_is_named(
+async def test_services_are_as_the_orchestrator_says_or_faults_where_they_do_not_answer(
     tmp_path: Path,
 ) -> None:
-    """Its services listen at ports of their own, and nothing is at the default ones."""
+    """They listen at ports of their own, and nothing is at the default ones. Where the orchestrator
+    runs `hone up` would refuse to start them: a stack runs already."""
     with served_stack(tmp_path) as stack:
         checks = await examine_stack(Settings(orchestrator_url=stack.url))
+        away = await alone_at(stack.url)
     found = {check.name: check for check in checks}
-    assert found["orchestrator"].state == "ok"
+    without = await alone_at(NOBODY)
+    assert found["orchestrator"].state == away["orchestrator"].state == "ok"
     for service in ("trainer", "rollout", "reward"):
         assert found[service].state == "ok", found[service]
         assert found[service].detail.endswith(" answers, as the orchestrator says")
-
-
-async def test_a_service_that_does_not_answer_is_a_fault_where_the_orchestrator_runs(
-    tmp_path: Path,
-) -> None:
-    """`hone up` would refuse to start it: a stack runs already."""
-    with served_stack(tmp_path) as stack:
-        found = await alone_at(stack.url)
-    assert found["orchestrator"].state == "ok"
-    for service in ("trainer", "rollout", "reward"):
-        assert found[service].state == "fault"
-        assert found[service].detail.startswith(
+        assert away[service].state == "fault"
+        assert away[service].detail.startswith(
             f"not running at {NOBODY} (ConnectError); the orchestrator runs, and its jobs wait for "
             "this service; "
         )
-    without = await alone_at(NOBODY)
     assert without["trainer"].state == "note"
     assert without["trainer"].detail.endswith("; `hone up` starts it")
 

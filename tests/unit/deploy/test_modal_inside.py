@@ -1,8 +1,16 @@
-"""What runs in the containers on Modal, with an orchestrator that answers as it is told."""
+"""What runs in the containers on Modal, with an orchestrator that answers as it is told; and a
+trainer on several machines there: how its containers find each other, and end together."""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import subprocess
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +18,10 @@ import pytest
 
 from deploy.modal import inside, refresh, train, trainer
 from deploy.modal.flags import Placement
-from shared.errors import Unavailable
+from deploy.modal.inside import Node
+from services.trainer.processes import launcher
+from shared.errors import Failed, Unavailable
+from shared.host.processes import free_port
 from shared.job import Job
 
 JOB = Job.model_validate(
@@ -159,3 +170,163 @@ def test_the_services_stop_however_the_work_ends(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ZeroDivisionError), inside.stack(["orchestrator"], {}):
         raise ZeroDivisionError
     assert done == ["start", "stop"]
+
+
+# --- a trainer on several machines ---------------------------------------------------------------
+
+INTERFACES = """\
+00000000000000000000000000000001 01 80 10 80       lo
+fdaa0000000000000000000000000007 03 40 00 80    i6pn0
+fe8000000000000000429afffe000002 02 40 20 80     eth0
+"""
+
+
+@pytest.fixture
+def interfaces(tmp_path: Path) -> Path:
+    table = tmp_path / "if_inet6"
+    table.write_text(INTERFACES)
+    return table
+
+
+def test_the_nodes_are_set_up_to_meet_at_the_first_over_their_private_network(
+    interfaces: Path,
+) -> None:
+    addresses = ("fdaa::3", "fdaa::7")
+    assert Node(1, addresses).environment(interfaces) == {
+        "HONE_TRAINER_NODES": "2",
+        "HONE_TRAINER_NODE_RANK": "1",
+        "HONE_TRAINER_RENDEZVOUS": "[fdaa::3]:29500",
+        "HONE_TRAINER_INTERFACE": "i6pn0",
+    }
+    assert Node(0, ("::1",)).environment(interfaces) == {}
+    with pytest.raises(Unavailable, match=r"no network interface of this container .*'fdaa::3'"):
+        Node(0, addresses).environment(interfaces)
+
+
+class Ranks:
+    """A command that stands for a node's ranks: it notes that it runs, and that it was stopped."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+        self.runs, self.stopped = folder / "runs", folder / "stopped"
+        program = folder / "ranks.sh"
+        program.write_text(f"#!/bin/sh\ntrap 'touch {self.stopped}; exit 0' TERM\n{code}")
+        program.chmod(0o755)
+        monkeypatch.setattr(inside.sys, "executable", str(program))
+        monkeypatch.setattr(inside, "LIFE_PORT", free_port())
+        monkeypatch.setattr(inside, "NODE_LOOK_S", 0.05)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 30
+        while not self.runs.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+NODE = Node(1, ("::1", "::1"))
+LONG = "touch RUNS; while true; do sleep 0.05; done"
+
+
+def test_a_node_trains_until_the_first_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(tmp_path, monkeypatch, LONG.replace("RUNS", str(tmp_path / "runs")))
+    follower = threading.Thread(target=inside.follow, args=(NODE, {}))
+    follower.start()  # before the first one: it waits for it
+    with pytest.raises(ZeroDivisionError), inside.leading(Node(0, NODE.addresses)):
+        ranks.wait()
+        assert follower.is_alive() and not ranks.stopped.exists()
+        raise ZeroDivisionError
+    follower.join(30)
+    assert not follower.is_alive() and ranks.stopped.exists()
+
+
+def test_a_node_whose_ranks_end_before_the_first_one_does_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ranks(tmp_path, monkeypatch, "exit 7")
+    with (
+        inside.leading(Node(0, NODE.addresses)),
+        pytest.raises(Failed, match="the ranks of node 1 ended with exit code 7"),
+    ):
+        inside.follow(NODE, {})
+
+
+def test_a_node_without_a_first_one_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Ranks(tmp_path, monkeypatch, "exit 7")
+    monkeypatch.setattr(inside, "FIRST_NODE_S", 0.1)
+    with pytest.raises(Failed, match="node 0 does not answer at ::1"):
+        inside.follow(NODE, {})
+
+
+class SlowRanks:
+    """Are at a checkpoint when they are to end: they take `needed_s` seconds more."""
+
+    def __init__(self, needed_s: float) -> None:
+        self._needed_s = needed_s
+        self.done: list[str] = []
+
+    def poll(self) -> None:
+        return None
+
+    def terminate(self) -> None:
+        self.done.append("asked to end")
+
+    def wait(self, timeout: float | None = None) -> None:
+        if "killed" not in self.done and timeout is not None and timeout < self._needed_s:
+            raise subprocess.TimeoutExpired("ranks", timeout)
+        self.done.append("ended")
+
+    def kill(self) -> None:
+        self.done.append("killed")
+
+
+@pytest.mark.parametrize(
+    ("needed_s", "done"),
+    [
+        (launcher.SAVE_S + 2 * launcher.STOP_S, ["asked to end", "ended"]),
+        (301.0, ["asked to end", "killed", "ended"]),
+    ],
+)
+def test_a_nodes_ranks_may_finish_their_checkpoint_and_take_no_longer(
+    needed_s: float, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowRanks(needed_s)
+    monkeypatch.setattr(inside, "LIFE_PORT", free_port())
+    monkeypatch.setattr(inside.subprocess, "Popen", lambda *_, **__: slow)
+    monkeypatch.setattr(inside, "_has_ended", lambda _: True)
+    with inside.leading(Node(0, NODE.addresses)):
+        inside.follow(NODE, {})
+    assert slow.done == done
+
+
+def test_a_first_node_whose_machine_vanishes_is_noticed_within_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inside, "LIFE_PORT", free_port())
+    with inside.leading(Node(0, NODE.addresses)), inside._first(NODE) as first:
+        assert first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        silent_s, probe_s, num_probes = (
+            first.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert (silent_s, probe_s, num_probes) == (15, 10, 4)
+        assert silent_s + probe_s * num_probes == 55
+
+
+def test_a_look_that_ends_without_a_word_is_no_lost_connection() -> None:
+    class Connection:
+        def __init__(self, error: OSError) -> None:
+            self._error = error
+
+        def recv(self, _: int) -> bytes:
+            raise self._error
+
+    def has_ended(error: OSError) -> bool:
+        connection: Any = Connection(error)
+        return inside._has_ended(connection)
+
+    vanished = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    assert type(vanished) is TimeoutError, "as the look's error, which has no number"
+    assert has_ended(TimeoutError("timed out")) is False
+    assert has_ended(vanished) is True
+    assert has_ended(ConnectionResetError(errno.ECONNRESET, "reset")) is True

@@ -1,20 +1,25 @@
-"""Which services a supervisor starts, and what it tells them of the others."""
+"""Which services a supervisor starts, what it tells them of the others, and when it starts one
+again."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import pwd
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from deploy import local
-from deploy.supervisor import Supervisor, running
+from deploy.supervisor import Child, Supervisor, running
 from hone.client import Client
 from shared.errors import BadRequest
 from shared.host.processes import free_port
@@ -131,30 +136,20 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 @pytest.mark.slow
-def test_an_orchestrator_alone_is_started_and_stopped_with_its_redis(
+def test_an_orchestrator_alone_serves_its_user_only_and_another_stack_is_told_whose_it_is(
     alone: dict[str, Any], tmp_path: Path
 ) -> None:
+    url = alone["urls"]["orchestrator"]
     assert list(alone["urls"]) == ["orchestrator"]
-    with Client(alone["urls"]["orchestrator"]) as client:
+    with Client(url) as client:
         assert client.list(1).jobs == ()
     assert any((tmp_path / "volume" / "redis").iterdir())
-
-
-@pytest.mark.slow
-def test_what_a_stack_leaves_is_its_users_only(alone: dict[str, Any], tmp_path: Path) -> None:
-    with Client(alone["urls"]["orchestrator"]) as client:
-        client.list(1)
     made = [tmp_path / "stack", tmp_path / "volume", tmp_path / "runs", tmp_path / "shm"]
     found = [path for folder in made for path in (folder, *folder.rglob("*"))]
     names = {path.name for path in found}
     assert {"redis.sock", "orchestrator.log", "stack.json", "lock", "supervisor.err"} <= names
     readable = [path for path in found if not path.is_symlink() and path.stat().st_mode & 0o077]
     assert readable == []
-
-
-@pytest.mark.slow
-def test_beside_another_stack_it_is_said_whose_it_is(alone: dict[str, Any], tmp_path: Path) -> None:
-    url = alone["urls"]["orchestrator"]
     with pytest.raises(BadRequest) as caught:
         local.up(tmp_path / "second", quiet=True, services=["orchestrator"])
     user = pwd.getpwuid(os.geteuid()).pw_name
@@ -183,3 +178,102 @@ def test_what_is_waited_for_is_said_with_growing_gaps(
     said = [json.loads(line) for line in report.getvalue().splitlines()]
     assert [(each["event"], each["service"]) for each in said] == [("waiting", "trainer")] * 5
     assert [each["seconds"] for each in said] == [3, 6, 12, 24, 48]
+
+
+# --- when a process is started again ----------------------------------------------------------
+
+Make = Callable[[str], Child]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return lambda code: Child("it", ["sh", "-c", code], {**os.environ}, tmp_path / "log")
+
+
+def ended(child: Child) -> None:
+    assert child.process is not None
+    child.process.wait(30)
+
+
+def starts(child: Child, ended_at: float, lived_s: float = 0.0) -> float:
+    """Returns how many seconds after its end the child is started again, and waits until that one
+    has ended too."""
+    child._started_at = ended_at - lived_s
+    now = ended_at
+    while child.revive(now) is None:
+        now += 0.25
+    ended(child)
+    return now - ended_at
+
+
+def test_what_fails_again_and_again_is_started_ever_more_slowly_and_never_given_up(
+    make: Make,
+) -> None:
+    child = make("exit 3")
+    child.start(0.0)
+    ended(child)
+    pauses = [starts(child, 100.0 * number) for number in range(10)]
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert starts(child, 5000.0, lived_s=10.0) == 0.25, "it was steady"
+
+
+def test_a_machine_that_cannot_start_it_now_is_asked_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = make("exit 3")
+    child.start(0.0)
+    ended(child)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        assert [child.revive(1.0 + now / 4) for now in range(8)] == [None] * 8
+    assert full.call_count == 3, "after 0.25 s, 0.5 s and 1 s"
+    assert child.revive(10.0) == 3
+    ended(child)
+
+
+def test_what_is_started_again_is_said(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = make("exit 3")
+    monkeypatch.setattr(child, "revive", lambda _now: 3)
+    supervisor = Supervisor(Settings(), tmp_path)
+    supervisor._children.append(child)
+    supervisor._restart_the_dead()
+    said = json.loads(capsys.readouterr().out)
+    assert said.pop("time") > 0
+    assert said == {
+        "event": "restarted",
+        "service": "it",
+        "exit_code": 3,
+        "reason": "ended with exit code 3",
+    }
+
+
+def test_a_full_disk_under_the_log_ends_no_stack(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = make("exit 3")
+    child.start(0.0)
+    ended(child)
+    supervisor = Supervisor(Settings(), tmp_path)
+    supervisor._children.append(child)
+    monkeypatch.setattr(child, "revive", lambda _now: 3)
+    full = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        supervisor._restart_the_dead()
+    full.flush.assert_called_once()
+
+
+def test_what_runs_is_left_alone_and_its_exit_code_told_once(make: Make) -> None:
+    child = make("sleep 60")
+    child.start(0.0)
+    assert child.revive(1000.0) is None
+    child.signal(signal.SIGKILL)
+    ended(child)
+    assert child.revive(2000.0) is None, "not before its pause is over"
+    assert child.revive(2000.25) == -signal.SIGKILL
+    assert child.revive(2001.0) is None
+    child.signal(signal.SIGKILL)
+    ended(child)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hone import cli, commands
 from hone.cli import app
-from hone.commands.grade import steps_of
+from hone.commands.grade import items_in, steps_of
 from hone.shell import REWARDS_ONLY
 from hone.stack import control
 from shared.errors import BadRequest
@@ -86,3 +86,10 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(
     assert control("up", tmp_path / "file" / "stack") != 0
     assert "no folder can be made at" in (said := capfd.readouterr().err)
     assert "Traceback" not in said
+
+
+def test_only_a_line_feed_ends_a_line_of_completions(tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    path = tmp_path / "completions.jsonl"
+    path.write_bytes(f'{{"completion": "{text}"}}\r\n\n{{"completion": "e"}}\n'.encode())
+    assert [item.completion for item in items_in(path)] == [text, "e"]

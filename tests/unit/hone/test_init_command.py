@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hone.cli import app
 from hone.commands import init
 from hone.commands.init import TASKS
-from hone.first_job import fitted
+from hone.first_job import fitted, read_rows
 from shared.job import Job
 from shared.job.file import load_job
 from tests.support.model_folders import make_model_folder
@@ -272,3 +272,14 @@ def test_a_file_that_is_no_parquet_is_refused_with_its_name(here: Path) -> None:
     code, shown = run("--data", "train.parquet")
     assert code == 2
     assert "'train.parquet' cannot be read: " in shown
+
+
+@pytest.mark.parametrize("text", ['[{"prompt": "x"}]', '{"prompt": "x"}\n'])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_first_job_reads_json_with_a_byte_order_mark(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    if name == "rows.jsonl" and text.startswith("["):
+        text = '{"prompt": "x"}'
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    assert read_rows(tmp_path / name) == [{"prompt": "x"}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,63 +31,14 @@ from shared.wire import (
     Recovered,
     RecoveredJob,
 )
+from shared.wire.records import Cost, Placement, StepTime, TrainerMemory
 from tests.support.job_records import JOB, record
 
-PLAN: dict[str, Any] = {
-    "model": "/models/tiny",
-    "num_parameters": 494032768,
-    "num_trainable": 494032768,
-    "learning_rate": 1e-6,
-    "dtype": "bfloat16",
-    "gpus": "1xA10G",
-    "fits": True,
-    "placement": {
-        "kind": "turns",
-        "trainer_ranks": 1,
-        "num_samplers": 1,
-        "tensor_parallel": 1,
-        "fits": True,
-        "trainer_room_gib": 19.9,
-        "sampler_room_gib": 13.2,
-        "trainer": {
-            "weights_gib": 0.92,
-            "reference_gib": 0.0,
-            "gradients_gib": 1.84,
-            "optimizer_gib": 5.521,
-            "activations_gib": 1.977,
-            "logits_gib": 1.37,
-            "update_gib": 0.0,
-            "buffers_gib": 1.49,
-            "overhead_gib": 1.0,
-            "peak_gib": 13.002,
-            "host_gib": 0.0,
-        },
-        "sampler": {
-            "weights_gib": 0.92,
-            "cache_gib": 3.0,
-            "least_cache_gib": 0.375,
-            "overhead_gib": 1.914,
-            "cache_bytes_per_token": 12288,
-            "sequences": 256,
-        },
-        "time": {
-            "sample_s": 7.9,
-            "train_s": 44.8,
-            "step_s": 52.9,
-        },
-        "settings": {"HONE_COLOCATE": "1", "HONE_TRAINER_RANKS": "1"},
-    },
-    "steps": 160,
-    "prompt_tokens": 512,
-    "completion_tokens": 512,
-    "cost": {
-        "currency": "USD",
-        "per_hour": 1.1016,
-        "per_step": 0.016,
-        "total": 2.59,
-    },
-    "notes": ["prompts are taken to be of 512 tokens (--prompt-tokens)"],
-}
+PLACEMENT = Placement.model_construct(
+    trainer=TrainerMemory.model_construct(peak_gib=13.002),
+    time=StepTime(sample_s=7.9, train_s=44.8, step_s=52.9),
+)
+COST = Cost(currency="USD", per_hour=1.1016, per_step=0.016, total=2.59)
 
 
 WAITS_FOR = {
@@ -115,7 +66,9 @@ class Orchestrator:
     def plan(self, job: Job) -> Plan:
         if job.model == "owner/unknown":
             raise BadRequest("the model 'owner/unknown' is not in the cache")
-        return Plan.model_validate(PLAN | {"steps": job.steps})
+        return Plan.model_construct(
+            gpus="1xA10G", fits=True, placement=PLACEMENT, steps=job.steps, cost=COST
+        )
 
     def get(self, job: str) -> JobRecord:
         if job not in (self.record.id, self.record.name):
@@ -148,12 +101,9 @@ class Orchestrator:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[int, str]:
-    @contextlib.contextmanager
-    def connect() -> Iterator[Orchestrator]:
-        yield Orchestrator(status)
-
     for module in (jobs, results, stack, submit):
-        monkeypatch.setattr(module, "connect", connect)
+        connected = contextlib.nullcontext(Orchestrator(status))
+        monkeypatch.setattr(module, "connect", lambda connected=connected: connected)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return result.exit_code, result.output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -71,11 +70,7 @@ class Orchestrator:
 def orchestrator(monkeypatch: pytest.MonkeyPatch) -> Orchestrator:
     fake = Orchestrator()
 
-    @contextlib.contextmanager
-    def connect() -> Iterator[Orchestrator]:
-        yield fake
-
-    monkeypatch.setattr(results, "connect", connect)
+    monkeypatch.setattr(results, "connect", lambda: contextlib.nullcontext(fake))
     return fake
 
 
@@ -84,9 +79,12 @@ def run(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def header(shown: str) -> list[str]:
-    line = next(line for line in shown.splitlines() if "completion" in line)
+def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]]
+
+
+def header(shown: str) -> list[str]:
+    return cells(next(line for line in shown.splitlines() if "completion" in line))
 
 
 def test_a_steps_rollouts_have_their_advantages(orchestrator: Orchestrator) -> None:
@@ -132,13 +130,7 @@ def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
         ),
     )
     text = printed(rollout_table(listed))
-    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:-1]] == [
-        "3+4",
-        "7",
-        "1",
-        "1",
-        "evaluated to 7; cached",
-    ]
+    assert cells(text.splitlines()[4]) == ["3+4", "7", "1", "1", "evaluated to 7; cached"]
     half = RolloutList(step=1, rollouts=(rollout(0.5, python_value=right),))
     assert "python_value" in printed(rollout_table(half)), "weighed by a half, it is not the reward"
 
@@ -150,14 +142,7 @@ def test_a_reward_without_a_value_shows_its_verdict() -> None:
         )
     )
     assert "step 4" in text and "time_limit; test 3 of 5" in text
-    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:7]] == [
-        "3+4",
-        "7",
-        "error",
-        "0",
-        "",
-        "",
-    ]
+    assert cells(text.splitlines()[4])[:6] == ["3+4", "7", "error", "0", "", ""]
 
 
 def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() -> None:
@@ -210,16 +195,7 @@ def test_a_regrade_shows_each_step_the_totals_and_the_examples() -> None:
     )
     example = RegradedRollout(step=3, position=1, old=rollout(0.0), new=rollout(0.75, tests=LATE))
     lines = printed(regrade_table(RegradeReport(steps=steps, examples=(example,)))).splitlines()
-    assert [cell.strip() for cell in lines[3].split("│")[1:-1]] == [
-        "3",
-        "8",
-        "0.25",
-        "0.5",
-        "0",
-        "1",
-        "3",
-        "2",
-    ]
+    assert cells(lines[3]) == ["3", "8", "0.25", "0.5", "0", "1", "3", "2"]
     assert "11 of 16 rewards would change, and 3 advantages their sign." in [
         line.strip() for line in lines
     ]
