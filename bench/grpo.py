@@ -18,7 +18,7 @@ import psutil
 
 import hone
 from bench.report import in_turns, table
-from bench.side import Side, running
+from bench.side import Side, resident_bytes, running
 from bench.trl_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
 from deploy import local
 from deploy.machine import on_free_ports
@@ -102,13 +102,8 @@ def take_turns(
 
 def peak_gib(processes: Sequence[psutil.Process]) -> float:
     """Returns the sum of the largest resident memory of the processes and of what they started."""
-    found = 0
-    for process in processes:
-        for each in (process, *process.children(recursive=True)):
-            status = Path(f"/proc/{each.pid}/status").read_text()
-            peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-            found += int(peak.split()[1]) * 1024
-    return found / 2**30
+    every = [each for one in processes for each in (one, *one.children(recursive=True))]
+    return sum(resident_bytes("VmHWM", each.pid) for each in every) / 2**30
 
 
 def better_trl(turns: Turns) -> list[float]:

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.side import random_model
-from bench.trainer_side import Task, make_examples, resident_bytes, settle
+from bench.side import random_model, resident_bytes
+from bench.trainer_side import Task, make_examples, settle
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.plan.memory import Ranks, trainer_memory

@@ -110,6 +110,12 @@ def quiet() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
 
 
+def resident_bytes(line: str, pid: int | str = "self") -> int:
+    """Returns `VmRSS` or `VmHWM` of a process."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(each.split()[1]) for each in status if each.startswith(f"{line}:")) * 1024
+
+
 def random_model(hidden_size: int, *, seed: int = 0, **config: Any) -> Any:
     """Returns a float32 model of Qwen2's architecture with random weights."""
     import torch

@@ -26,7 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.side import random_model
+from bench.side import random_model, resident_bytes
 from bench.trl_side import CLIP_HIGH, CLIP_LOW, CONFIG
 from shared.job import Job
 from shared.wire import Example, Logprobs, TokenIds
@@ -271,12 +271,6 @@ def time_head(function: Any, work: Work) -> None:
 
 def longest(examples: list[Example], name: str) -> int:
     return max(len(getattr(example, name)) for example in examples)
-
-
-def resident_bytes(line: str) -> int:
-    """Returns `VmRSS` or `VmHWM` of this process."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(each.split()[1]) for each in status if each.startswith(f"{line}:")) * 1024
 
 
 def settle() -> None:

@@ -124,7 +124,8 @@ def main() -> None:
         if arguments.action == "up":
             if not as_json:
                 print("  starting Redis and the four services", flush=True)
-            _show_state(up(folder, quiet=as_json), as_json, arguments.dir)
+            state = up(folder, quiet=as_json)
+            print(json.dumps(state) if as_json else said_of(state, arguments.dir))
         else:
             stopped = down(folder)
             print(
@@ -136,13 +137,6 @@ def main() -> None:
             )
     except HoneError as error:
         sys.exit(f"hone: {error.detail}")
-
-
-def _show_state(state: dict[str, Any], as_json: bool, folder: Path) -> None:
-    if as_json:
-        print(json.dumps(state))
-        return
-    print(said_of(state, folder))
 
 
 def said_of(state: dict[str, Any], folder: Path) -> str:

@@ -3,6 +3,7 @@ started them in this folder, else at the default ports."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -71,6 +72,22 @@ def control(
     arguments = [action, "--dir", str(folder), "--output", output]
     command = [sys.executable, "-m", "deploy.local", *arguments]
     return subprocess.call(command, stdout=told_to, env=os.environ | dict(settings or {}))
+
+
+def on_modal(
+    action: str,
+    *arguments: str,
+    output: str,
+    settings: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Returns how an action of `deploy.modal.manage` ended. Raises BadRequest if Modal's client is
+    missing."""
+    if importlib.util.find_spec("modal") is None:
+        raise BadRequest(f"the Modal client is not installed: {how_to_install('modal')}")
+    command = [sys.executable, "-m", "deploy.modal.manage", action, *arguments, "--output", output]
+    environment = os.environ | dict(settings or {})
+    return subprocess.run(command, env=environment, stdout=stdout, text=True, check=False)
 
 
 def with_stack_urls(settings: Settings, folder: Path = FOLDER) -> Settings:

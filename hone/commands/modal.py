@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hone import stack
 from hone.shell import Output, OutputOption, app, command_of
-from shared.errors import BadRequest, how_to_install
 
 group = typer.Typer(no_args_is_help=True)
 app.add_typer(
@@ -54,8 +51,5 @@ def upload(
 
 
 def _manage(action: str, output: Output, *arguments: str) -> None:
-    if importlib.util.find_spec("modal") is None:
-        raise BadRequest(f"the Modal client is not installed: {how_to_install('modal')}")
-    line = [sys.executable, "-m", "deploy.modal.manage", action, *arguments, "--output", output]
-    if code := subprocess.call(line):
+    if code := stack.on_modal(action, *arguments, output=output).returncode:
         raise typer.Exit(2 if code > 0 else 130)

@@ -12,19 +12,16 @@ starts what is missing, and returns the orchestrator's address.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hone import stack
 from hone.client import Client
-from shared.errors import BadRequest, Unavailable, how_to_install
+from shared.errors import BadRequest, Unavailable
 from shared.explain import elide
 from shared.job import Job
 
@@ -152,13 +149,10 @@ def _on_modal(settings: dict[str, str], packages: tuple[str, ...], *arguments: s
     """Deploys to Modal, and returns where the jobs API is. Doing it again changes what differs."""
     from shared.settings import load_settings
 
-    if importlib.util.find_spec("modal") is None:
-        raise BadRequest(f"the Modal client is not installed: {how_to_install('modal')}")
     if packages:
         settings |= {"HONE_SANDBOX_PACKAGES": ",".join(packages)}
-    command = [sys.executable, "-m", "deploy.modal.manage", "up", *arguments, "--output", "json"]
-    ended = subprocess.run(
-        command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=False
+    ended = stack.on_modal(
+        "up", *arguments, output="json", settings=settings, stdout=subprocess.PIPE
     )
     if ended.returncode:
         raise Unavailable(

@@ -47,12 +47,18 @@ def _body(request: httpx.Request) -> BaseModel:
     return JobState(id="demo-2", status="cancelled")
 
 
+@contextlib.contextmanager
+def answering(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[Client]:
+    with Client("http://127.0.0.1:8001") as client:
+        client._asynchronous._calls.client = shared_client.Client(
+            "orchestrator", client.url, transport=httpx.MockTransport(answer)
+        )
+        yield client
+
+
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with Client() as client:
-        client._asynchronous._calls.client = shared_client.Client(
-            "orchestrator", "http://localhost", transport=httpx.MockTransport(answer)
-        )
+    with answering(answer) as client:
         yield client
 
 
@@ -114,15 +120,6 @@ def test_a_password_in_a_url_is_in_no_error() -> None:
 def test_a_job_that_no_one_knows_is_not_found(client: Client) -> None:
     with pytest.raises(NotFound, match="no job at /v1/jobs/other"):
         client.cancel("other")
-
-
-@contextlib.contextmanager
-def answering(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[Client]:
-    with Client("http://127.0.0.1:8001") as client:
-        client._asynchronous._calls.client = shared_client.Client(
-            "orchestrator", client.url, transport=httpx.MockTransport(answer)
-        )
-        yield client
 
 
 def sampler(request: httpx.Request) -> httpx.Response:
@@ -260,7 +257,7 @@ def test_each_paused_job_is_resumed_and_one_that_cannot_be_stops_no_other() -> N
     ],
 )
 def test_no_more_rollouts_are_asked_for_than_are_wanted(
-    client: Client, limit: int | None, asked: list[tuple[str, str | None]]
+    limit: int | None, asked: list[tuple[str, str | None]]
 ) -> None:
     seen: list[tuple[str, str | None]] = []
 
@@ -286,12 +283,10 @@ def test_no_more_rollouts_are_asked_for_than_are_wanted(
         body = {"step": 4, "rollouts": rollouts, "next_after": end if end < 7 else None}
         return httpx.Response(200, json=body)
 
-    client._asynchronous._calls.client = shared_client.Client(
-        "orchestrator", "http://localhost", transport=httpx.MockTransport(pages)
-    )
-    found = client.rollouts("demo-1", limit=limit)
-    assert [each.prompt_index for each in found.rollouts] == [*range(limit or 7)]
-    assert seen == asked
-    seen.clear()
-    assert client.held_out("demo-1", limit=limit).rollouts == found.rollouts
-    assert seen == asked
+    with answering(pages) as client:
+        found = client.rollouts("demo-1", limit=limit)
+        assert [each.prompt_index for each in found.rollouts] == [*range(limit or 7)]
+        assert seen == asked
+        seen.clear()
+        assert client.held_out("demo-1", limit=limit).rollouts == found.rollouts
+        assert seen == asked
