@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -43,14 +44,14 @@ class CheckpointDownload(BaseModel):
     files: tuple[CheckpointFile, ...]
 
 
+@dataclass(frozen=True)
 class Download:
     """Files at `path` of the orchestrator, put into `folder`."""
 
-    def __init__(self, client: Client, path: str, folder: Path, progress: Progress) -> None:
-        self._client = client
-        self._path = path
-        self._folder = folder
-        self._progress = progress
+    client: Client
+    path: str
+    folder: Path
+    progress: Progress
 
     async def all(self, files: Sequence[CheckpointFile]) -> None:
         """Downloads all files. Raises Failed if the disk refuses them or a file arrives damaged,
@@ -58,30 +59,30 @@ class Download:
         for file in files:
             _check_name(file.name)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             missing = [file for file in files if not await asyncio.to_thread(self._is_there, file)]
             self._check_space(missing)
             for file in missing:
                 await self._one(file)
         except OSError as error:
             raise Failed(
-                f"{str(self._folder)!r} cannot be written: {error.strerror or error}; --to names "
+                f"{str(self.folder)!r} cannot be written: {error.strerror or error}; --to names "
                 "another folder"
             ) from error
 
     def _is_there(self, file: CheckpointFile) -> bool:
-        target = self._folder / file.name
+        target = self.folder / file.name
         is_there = target.is_file() and _is_same(target, file)
         if is_there:
-            self._progress(file.name, file.size_bytes, file.size_bytes)
+            self.progress(file.name, file.size_bytes, file.size_bytes)
         return is_there
 
     def _check_space(self, missing: Sequence[CheckpointFile]) -> None:
         needed_bytes = sum(file.size_bytes - _size(self._part(file)) for file in missing)
-        free_bytes = shutil.disk_usage(self._folder).free
+        free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes > free_bytes:
             raise Failed(
-                f"no space in {str(self._folder)!r}: {needed_bytes} bytes are missing and "
+                f"no space in {str(self.folder)!r}: {needed_bytes} bytes are missing and "
                 f"{free_bytes} are free; --to names another folder",
                 code="disk_full",
             )
@@ -92,21 +93,21 @@ class Download:
         if _size(part) > file.size_bytes:
             part.unlink()
         part.touch()
-        have_bytes = await self._client.download(
-            f"{self._path}/{quote(file.name)}",
+        have_bytes = await self.client.download(
+            f"{self.path}/{quote(file.name)}",
             part,
             file.size_bytes,
             patience_s=PATIENCE_S,
-            progress=lambda num_bytes: self._progress(file.name, num_bytes, file.size_bytes),
+            progress=lambda num_bytes: self.progress(file.name, num_bytes, file.size_bytes),
         )
         if have_bytes < file.size_bytes:
             raise _differs(part, f"{file.name} ended after {have_bytes} bytes", file)
         if not await asyncio.to_thread(_is_same, part, file):
             raise _differs(part, f"{file.name} arrived with other bytes", file)
-        part.replace(self._folder / file.name)
+        part.replace(self.folder / file.name)
 
     def _part(self, file: CheckpointFile) -> Path:
-        return self._folder / (file.name + PART)
+        return self.folder / (file.name + PART)
 
 
 def _check_name(name: str) -> None:

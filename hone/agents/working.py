@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hone import stack
@@ -121,29 +121,22 @@ async def _ended() -> None:
         await asyncio.wait(others, timeout=END_S)
 
 
+@dataclass
 class Worker:
     """Episodes are leased from `client`, and agents run in the loop `playing`."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        client: AsyncClient,
-        playing: Background,
-        concurrency: int,
-        tell: Callable[[str], None],
-        progress: Callable[[Progress], None],
-    ) -> None:
-        self._agent = agent
-        self._client = client
-        self._playing = playing
-        self._concurrency = concurrency
-        self._tell = tell
-        self._note = progress
-        self._name = f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lease_s = WAIT_S
-        self._is_away = self._is_paused = False
-        self.progress = Progress()
+    agent: Agent
+    client: AsyncClient
+    playing: Background
+    concurrency: int
+    tell: Callable[[str], None]
+    note: Callable[[Progress], None]
+    progress: Progress = field(default_factory=Progress)
+    _name: str = field(default_factory=lambda: f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}")
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
+    _lease_s: float = WAIT_S
+    _is_away: bool = False
+    _is_paused: bool = False
 
     async def run(self, job: str | None) -> Progress:
         """Works until cancelled, or until `job` has ended. Raises BadRequest."""
@@ -159,7 +152,7 @@ class Worker:
 
     async def _id_of(self, job: str) -> str:
         """Returns the job's id. Raises BadRequest for a job that has no episodes for workers."""
-        record: JobRecord = await self._until_answered(self._client.get, job)
+        record: JobRecord = await self._until_answered(self.client.get, job)
         environment = record.job.environment
         if environment is None or environment.kind != "worker":
             has = f'environment.kind "{environment.kind}"' if environment else "no [environment]"
@@ -171,11 +164,11 @@ class Worker:
 
     async def _take(self, job_id: str | None) -> None:
         """Begins episodes, as many as there is room for, as soon as there is any."""
-        while len(self._tasks) >= self._concurrency:
+        while len(self._tasks) >= self.concurrency:
             await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-        room = self._concurrency - len(self._tasks)
+        room = self.concurrency - len(self._tasks)
         leased = await self._until_answered(
-            self._client.lease_episodes, self._name, room, job=job_id, wait_s=WAIT_S
+            self.client.lease_episodes, self._name, room, job=job_id, wait_s=WAIT_S
         )
         for episode in leased:
             self._lease_s = episode.lease_s
@@ -187,18 +180,18 @@ class Worker:
         if job_id is None or self._tasks:
             return False
         try:
-            record: JobRecord = await self._until_answered(self._client.get, job_id)
+            record: JobRecord = await self._until_answered(self.client.get, job_id)
         except NotFound:
-            self._tell(f"job {job_id} was deleted; there are no more episodes")
+            self.tell(f"job {job_id} was deleted; there are no more episodes")
             return True
         if record.status in TERMINAL:
-            self._tell(f"job {job_id} has ended ({record.status}); there are no more episodes")
+            self.tell(f"job {job_id} has ended ({record.status}); there are no more episodes")
             return True
         if record.status != "paused":
             self._is_paused = False
         elif not self._is_paused:
             self._is_paused = True
-            self._tell(
+            self.tell(
                 f"job {job_id} is paused: {record.error}; waiting for its next episode, after "
                 f"`hone resume {job_id}`"
             )
@@ -213,17 +206,17 @@ class Worker:
             self.progress.lost += 1
         except Exception as error:  # reported and counted; another try may succeed
             self.progress.lost += 1
-            self._tell(f"an episode's result was not taken: {first_line(error)}")
+            self.tell(f"an episode's result was not taken: {first_line(error)}")
             with contextlib.suppress(HoneError):  # the lease expires
-                await self._client.renew_leases(self._name, (), returned=(episode.id,))
+                await self.client.renew_leases(self._name, (), returned=(episode.id,))
         finally:
             self._tasks.pop(episode.id, None)
             self._count()
 
     async def _result(self, episode: LeasedEpisode) -> EpisodeResult:
         row = {"prompt": episode.prompt, **episode.row}
-        called = call_agent(self._agent, row, self._client.url + episode.path, episode.api_key)
-        loop = self._playing.loop
+        called = call_agent(self.agent, row, self.client.url + episode.path, episode.api_key)
+        loop = self.playing.loop
         try:
             value = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called, loop))
             return result_of(value)
@@ -239,12 +232,12 @@ class Worker:
         """Reports a result. One that is refused, such as rewards that do not fit the answers, is
         reported as a failure."""
         try:
-            answer = await self._until_answered(self._client.end_episode, id, result)
+            answer = await self._until_answered(self.client.end_episode, id, result)
         except (Unauthorized, Forbidden):
             raise
         except HoneError as error:
             result = failure(AgentFailed(error.detail))
-            answer = await self._until_answered(self._client.end_episode, id, result)
+            answer = await self._until_answered(self.client.end_episode, id, result)
         if not answer.taken:
             self.progress.lost += 1
             return
@@ -261,7 +254,7 @@ class Worker:
             if not self._tasks:
                 continue
             try:
-                renewed = await self._client.renew_leases(self._name, [*self._tasks])
+                renewed = await self.client.renew_leases(self._name, [*self._tasks])
             except HoneError as error:
                 self._says_away(error)
                 continue
@@ -277,7 +270,7 @@ class Worker:
         if tasks:
             await asyncio.wait(tasks, timeout=END_S)
             with contextlib.suppress(HoneError):  # the leases expire
-                await self._client.renew_leases(self._name, (), returned=ids)
+                await self.client.renew_leases(self._name, (), returned=ids)
 
     async def _until_answered(
         self, call: Callable[..., Awaitable[Any]], *args: Any, **kw: Any
@@ -290,7 +283,7 @@ class Worker:
                 found = await call(*args, **kw)
                 if self._is_away:
                     self._is_away = False
-                    self._tell("the orchestrator answers again")
+                    self.tell("the orchestrator answers again")
                 return found
             except Unavailable as error:
                 self._says_away(error)
@@ -300,11 +293,11 @@ class Worker:
     def _says_away(self, error: HoneError) -> None:
         if not self._is_away:
             self._is_away = True
-            self._tell(f"{error.detail}; asking again until it answers")
+            self.tell(f"{error.detail}; asking again until it answers")
 
     def _count(self) -> None:
         self.progress.running = len(self._tasks)
-        self._note(self.progress)
+        self.note(self.progress)
 
 
 def _host() -> str:

@@ -29,6 +29,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -71,15 +72,15 @@ def _text_of(target: Any, name: str, package: str) -> str:
     return text
 
 
+@dataclass
 class _Module:
     """The text while it is made: its parts by name, in the order in which they must run. Nothing of
     `package` is imported."""
 
-    def __init__(self, name: str, package: str) -> None:
-        self._name = name
-        self._package = package
-        self._parts: dict[str, str] = {}
-        self._values: dict[str, Any] = {}
+    _name: str
+    _package: str
+    _parts: dict[str, str] = field(default_factory=dict[str, str])
+    _values: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def text(self) -> str:
         return HEADER + "\n".join(self._parts.values())
