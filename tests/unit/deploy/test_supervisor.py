@@ -136,7 +136,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 @pytest.mark.slow
-def test_an_orchestrator_alone_serves_its_user_only_and_another_stack_is_told_whose_it_is(
+def test_an_orchestrator_alone_is_its_users_and_is_named_to_another_stack(
     alone: dict[str, Any], tmp_path: Path
 ) -> None:
     url = alone["urls"]["orchestrator"]
