@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fastapi.routing
 import hypothesis
 import pytest
 import structlog
@@ -56,6 +57,10 @@ class LazyRoute(APIRoute):
 
 
 APIRouter.__init__.__kwdefaults__["route_class"] = LazyRoute
+# The model of an answer is the same in every application, and its schema is built once.
+fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)
+# Reading the source of each route, for messages of FastAPI, takes as long as a call of it.
+fastapi.routing._extract_endpoint_context = lambda _: fastapi.routing.EndpointContext()
 
 # No test depends on what the Hub has, or waits for it; it is read when its library is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -86,13 +91,21 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def drop_requests(_logger: Any, _method: str, line: structlog.typing.EventDict) -> Any:
+    """Spares the line of each request, which would be written for a test that failed only."""
+    if line["event"] == "request":
+        raise structlog.DropEvent
+    return line
+
+
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
     """A test that sets up logging, onto a stream that ends with it, sets it up for itself only."""
     handlers = logging.root.handlers[:]
     # By default a traceback shows all local variables, which takes up to 20 s of processor time.
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plain])
+    others = structlog.get_config()["processors"][:-1]
+    structlog.configure(processors=[drop_requests, *others, plain])
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import re
@@ -55,6 +56,7 @@ Check = Callable[[], Awaitable[str | None]]
 """Returns None when the dependency is ready, else what it waits for."""
 
 
+@functools.cache
 def hone_version() -> str:
     try:
         return version("hone-rl")

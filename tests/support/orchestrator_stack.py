@@ -29,8 +29,9 @@ from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
 
-POLL_S = 0.15
-"""Between two looks at a job: each costs two cores more than a step of the fakes does."""
+FIRST_POLL_S, LAST_POLL_S = 0.1, 0.6
+"""Between two requests for a job's record, which take more processor time than a step of the
+fakes."""
 
 
 @dataclass
@@ -161,11 +162,13 @@ async def finish(client: Client, job: Job, *statuses: str) -> JobRecord:
 
 async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:
     """Returns the job's record at the end, or in one of `statuses`."""
+    pause_s = FIRST_POLL_S
     async with asyncio.timeout(90):
         while (found := await client.get(f"/v1/jobs/{job_id}", JobRecord)).status not in (
             statuses or TERMINAL
         ):
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LAST_POLL_S)
     return found
 
 
