@@ -452,7 +452,7 @@ async def test_the_overlapped_loop_learns_too(
     assert record.summary["eval_after"] >= record.summary["eval_before"] + 0.25
 
 
-async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_the_job(
+async def test_a_users_reward_function_runs_with_wandb_and_its_mistakes_pause_the_job(
     stack: Stack, tmp_path: Path
 ) -> None:
     good = (
@@ -468,29 +468,22 @@ async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_th
             (raising, "paused", "KeyError"),
         ):
             job = stack.job(
-                name="own", steps=2, rewards=[{"source": source}], evaluation={"num_prompts": 8}
+                name="own",
+                steps=2,
+                rewards=[{"source": source}],
+                evaluation={"num_prompts": 8},
+                wandb={"project": "hone", "mode": "offline"},
             )
             record, _ = await finish(client, job)
             assert record.status == status, record.error
             assert sentence in (record.error or "")
-            if status == "paused":
+            if status == "succeeded":
+                (kept,) = Path(record.run_dir).glob("wandb/offline-run-*/run-*.wandb")
+                assert kept.stat().st_size > 0
+            else:
                 await client.call(
                     "POST", f"/v1/jobs/{record.id}/cancel", None, JobState, deadline_s=10
                 )
-
-
-async def test_wandb_gets_the_metrics_offline(stack: Stack, tmp_path: Path) -> None:
-    async with own_orchestrator(stack, tmp_path) as client:
-        job = stack.job(
-            name="tracked",
-            steps=2,
-            evaluation={"num_prompts": 8},
-            wandb={"project": "hone", "mode": "offline"},
-        )
-        record, _ = await finish(client, job)
-    assert record.status == "succeeded", record.error
-    (kept,) = Path(record.run_dir).glob("wandb/offline-run-*/run-*.wandb")
-    assert kept.stat().st_size > 0
 
 
 @pytest.mark.soak

@@ -114,7 +114,7 @@ def train(job: Job, examples: Sequence[Example], folder: Path) -> Trained:
 async def examples_of(sampler: Sampler) -> tuple[Example, ...]:
     examples = []
     for question in QUESTIONS:
-        sampling = Sampling(n=4, max_tokens=32, seed=1)
+        sampling = Sampling(n=2, max_tokens=16, seed=1)
         request = GenerateRequest(
             prompt=({"role": "user", "content": question},), sampling=sampling
         )
