@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fastapi.routing
+import httpx2._transports.default
 import hypothesis
 import pytest
 import structlog
@@ -63,6 +64,9 @@ fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_mode
 # Reading the source of each route, for messages of FastAPI, takes as long as a call of it.
 fastapi.routing._extract_endpoint_context = lambda _: fastapi.routing.EndpointContext()
 
+# Clients that the tests make read the certificates of the machine once.
+httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
+
 # No test depends on what the Hub has, or waits for it; it is read when its library is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -85,6 +89,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
 
 

@@ -65,10 +65,15 @@ def ssl_context() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+@functools.cache
+def context_without_certificates() -> ssl.SSLContext:
+    """Returns a context that trusts no one."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
 def ssl_context_for(url: str) -> ssl.SSLContext:
-    """Returns the context for a client of one service. If the service needs no certificates, the
-    context has none and trusts no one."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else ssl_context()
+    """Returns the context for clients of a service: without certificates if it needs none."""
+    return context_without_certificates() if url.startswith("http:") else ssl_context()
 
 
 class ClientOptions(TypedDict):

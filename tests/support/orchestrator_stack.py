@@ -184,7 +184,7 @@ async def until_ended(store: Store, job_id: str) -> JobRecord:
     """Returns the job's record at the end, as the store has it."""
     async with asyncio.timeout(90):
         while (found := await store.get(job_id)).status not in TERMINAL:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(FIRST_POLL_S)
     return found
 
 
