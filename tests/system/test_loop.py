@@ -116,10 +116,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def learned(stack: Stack) -> dict[str, Any]:
     """The record of a job submitted from the shell, at its end."""
+    changes = (*FAST, "checkpoints.every=20", "evaluation.every=20")
     shown = stack.hone(
         "submit",
         "job.toml",
-        *(part for change in (*FAST, "checkpoints.every=20") for part in ("--set", change)),
+        *(part for change in changes for part in ("--set", change)),
         "--follow",
     )
     assert f"step {STEPS}/{STEPS}  reward" in shown and "ETA" in shown
