@@ -131,12 +131,7 @@ async def examples_of(sampler: Sampler) -> tuple[Example, ...]:
     return tuple(examples)
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    # test_real_stack.py compares this model's log-probs in float32 as well.
-    params=["bfloat16", pytest.param("float32", marks=pytest.mark.soak)],
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["bfloat16", "float32"])
 async def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Pair]:

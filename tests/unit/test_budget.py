@@ -16,7 +16,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 9_990,
-    "shared": 13_600,
+    "shared": 13_610,
     "services/orchestrator/api": 1_620,
     "services/orchestrator/data": 2_760,
     "services/orchestrator/extensions": 10_440,

@@ -253,7 +253,7 @@ class Session:
         return turn
 
     def _limited(self, asked: TurnRequest, parent: Turn | None, number: int) -> Sampling:
-        """Returns the turn's sampling options: the job's, within the limits that `asked` has. Raises
+        """Returns the turn's sampling options: the job's, within the limits of `asked`. Raises
         BadRequest if no tokens are left for an answer."""
         own, spec = self.sampling, self.job.environment
         num_others = self.num_turns + self._agent.num_turns - 1
