@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from services.reward import graders
@@ -54,6 +54,11 @@ def tools_of(sandbox: Sandbox, **settings: object) -> GraderTools:
     return GraderTools(Settings(**settings), sandbox, FunctionWorkers(sandbox), LimitedPool())  # type: ignore[arg-type]
 
 
+def scripted(**settings: object) -> GraderTools:
+    """Returns tools for graders that run no program."""
+    return tools_of(ScriptedSandbox(Execution(verdict="ok")), **settings)
+
+
 async def grade(
     tools: GraderTools | Sandbox,
     completion: str,
@@ -66,6 +71,18 @@ async def grade(
     bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
     (part,) = await bound.grade([ScoreItem(prompt="", completion=completion, row=row)])
     return part
+
+
+Case = tuple[str, Any, float | None]
+"""A completion, the row's answer, and what the completion should earn."""
+
+
+async def math_earned(tools: GraderTools, cases: Iterable[Case], **params: Any) -> list[Case]:
+    """Returns the cases with what `math` gives in place of what each should earn."""
+    return [
+        (text, answer, (await grade(tools, text, {"answer": answer}, "math", **params)).value)
+        for text, answer, _ in cases
+    ]
 
 
 def processes_of(service_pid: int) -> list[int]:

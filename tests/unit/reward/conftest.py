@@ -1,11 +1,14 @@
-"""Fixtures of the reward tests."""
+"""Fixtures of the reward tests. All tests of a file share an event loop, and so the processes that
+its fixtures have started."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from pytest_asyncio import is_async_test
 
 from services.reward.grading.registry import GraderTools
 from services.reward.sandbox.local import LocalSandbox
@@ -17,6 +20,12 @@ from tests.support.reward_helpers import (
     tools_of,
 )
 from tests.support.reward_service import running_service
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +49,7 @@ async def tools(request: pytest.FixtureRequest) -> AsyncGenerator[GraderTools]:
         yield tools
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scripted_tools() -> AsyncGenerator[GraderTools]:
     """Graders' tools with a sandbox that evaluates everything to 8."""
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok", value=8)))

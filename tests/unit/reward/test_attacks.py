@@ -23,7 +23,7 @@ from tests.support.sandbox_attacks import ATTACKS, KERNEL, Attack
 
 SLOTS = 1
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 AFTER = ExecuteRequest(
     code="import json, math, os, random, sys, threading",

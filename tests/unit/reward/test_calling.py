@@ -19,8 +19,8 @@ from services.reward.grading.registry import Grader, Params, grader
 from services.reward.grading.scoring import Scorer
 from shared.errors import BadRequest, Busy, Failed
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, ScoreItem, ScoreRequest
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from shared.wire import Part, ScoreItem, ScoreRequest
+from tests.support.reward_helpers import scripted
 
 
 class ProbeParams(Params):
@@ -81,7 +81,7 @@ def probe() -> None:
 
 
 def scorer(**settings: Any) -> Scorer:
-    return Scorer(tools_of(ScriptedSandbox(Execution(verdict="ok")), **settings))
+    return Scorer(scripted(**settings))
 
 
 async def parts(
@@ -109,9 +109,8 @@ async def test_alike_items_of_a_request_are_graded_once() -> None:
 
 
 def test_content_differs_where_types_differ() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
     bound = Grader.__new__(calling.registry.kind_of("exact_match"))
-    Grader.__init__(bound, RewardSpec(grader="exact_match"), Params(), tools)
+    Grader.__init__(bound, RewardSpec(grader="exact_match"), Params(), scripted())
     rows: list[Any] = [1, 1.0, True, "1", [1], None, "\ud800"]
     assert len(
         {key_of(bound, ScoreItem(prompt="", completion="", row={"x": value})) for value in rows}

@@ -319,7 +319,6 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Earned]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", PROGRAMS)
 async def test_a_program_that_solves_nothing_earns_what_it_should(
     tools: GraderTools, name: str

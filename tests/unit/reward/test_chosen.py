@@ -9,11 +9,9 @@ import pytest
 
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller, with_failures_graded
-from services.reward.grading.failures import ErrorName
-from services.reward.grading.registry import Grader, GradingFailed
+from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from shared.wire import Part, ScoreItem
 
 
 def check(reference: str) -> dict[str, Any]:
@@ -26,14 +24,7 @@ def check(reference: str) -> dict[str, Any]:
     }
 
 
-async def graded(spec: RewardSpec, *completions: str, rows: tuple[int, ...] = ()) -> list[Part]:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok", value=8)))
-    return await graded_by(registry.bind(spec, tools), *completions, rows=rows)
-
-
-async def graded_by(
-    grader: Grader[Any], *completions: str, rows: tuple[int, ...] = ()
-) -> list[Part]:
+async def graded(grader: Grader[Any], *completions: str, rows: tuple[int, ...] = ()) -> list[Part]:
     items = [
         ScoreItem(prompt="", completion=text, row={"n": rows[position] if rows else 0})
         for position, text in enumerate(completions)
@@ -41,9 +32,9 @@ async def graded_by(
     return await Caller(grader).grade(items)
 
 
-def formula(source: str, weight: float = 1.0) -> RewardSpec:
+def formula(tools: GraderTools, source: str, weight: float = 1.0) -> Grader[Any]:
     params = {"graders": {"a": check("a"), "b": check("b")}, "calculate_output": source}
-    return RewardSpec(grader="multi", params=params, weight=weight)
+    return registry.bind(RewardSpec(grader="multi", params=params, weight=weight), tools)
 
 
 @pytest.mark.parametrize(
@@ -58,50 +49,38 @@ def formula(source: str, weight: float = 1.0) -> RewardSpec:
     ],
 )
 async def test_what_fails_alone_gets_the_least_of_its_row(
-    source: str, weight: float, completions: tuple[str, ...], values: list[float | None]
+    scripted_tools: GraderTools,
+    source: str,
+    weight: float,
+    completions: tuple[str, ...],
+    values: list[float | None],
 ) -> None:
-    parts = await graded(formula(source, weight), *completions)
+    parts = await graded(formula(scripted_tools, source, weight), *completions)
     assert [part.value for part in parts] == values
 
 
-async def test_another_row_says_nothing_of_the_grader() -> None:
-    parts = await graded(formula("1 / a"), "a", "x", "a", "x", rows=(1, 1, 2, 3))
+async def test_another_row_says_nothing_of_the_grader(scripted_tools: GraderTools) -> None:
+    divided = formula(scripted_tools, "1 / a")
+    parts = await graded(divided, "a", "x", "a", "x", rows=(1, 1, 2, 3))
     assert [part.value for part in parts] == [1.0, 0.0, 1.0, None]
     assert parts[1].errors == ("formula_parse_error",)
     assert "the grader fails on this text, not on others of its row" in parts[1].detail
 
 
 @pytest.mark.parametrize(
-    ("error", "value"),
+    ("raised", "value"),
     [
-        ("model_grader_server_error", None),
-        ("other_error", None),
-        ("model_grader_parse_error", 0.0),
-        ("model_grader_refusal_error", 0.0),
+        (GradingFailed("no", "model_grader_server_error"), None),
+        (GradingFailed("no", "other_error"), None),
+        (GradingFailed("no", "model_grader_parse_error"), 0.0),
+        (GradingFailed("no", "model_grader_refusal_error"), 0.0),
+        (IndexError("a bug"), 0.0),
+        (OSError("no space left"), None),
+        (MemoryError(), None),
     ],
 )
-async def test_what_no_text_can_bring_about_stays_missing(
-    error: ErrorName, value: float | None
-) -> None:
-    class Failing(Grader[registry.Params]):
-        items_per_call = 1
-
-        async def grade(self, items: Any) -> list[Part]:
-            if items[0].completion == "x":
-                raise GradingFailed("no", error)
-            return [Part(value=1.0)]
-
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    grader = Failing(RewardSpec(grader="multi"), registry.Params(), tools)
-    assert [part.value for part in await graded_by(grader, "a", "x")] == [1.0, value]
-
-
-@pytest.mark.parametrize(
-    ("raised", "value"),
-    [(IndexError("a bug"), 0.0), (OSError("no space left"), None), (MemoryError(), None)],
-)
-async def test_a_bug_is_no_way_out_and_a_full_disk_no_fault_of_the_text(
-    raised: Exception, value: float | None
+async def test_what_no_text_can_bring_about_stays_missing_and_a_bug_is_no_way_out(
+    scripted_tools: GraderTools, raised: Exception, value: float | None
 ) -> None:
     class Raising(Grader[registry.Params]):
         name = "raising"
@@ -112,34 +91,33 @@ async def test_a_bug_is_no_way_out_and_a_full_disk_no_fault_of_the_text(
                 raise raised
             return [Part(value=1.0)]
 
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    grader = Raising(RewardSpec(grader="multi"), registry.Params(), tools)
-    assert [part.value for part in await graded_by(grader, "a", "x")] == [1.0, value]
+    grader = Raising(RewardSpec(grader="multi"), registry.Params(), scripted_tools)
+    assert [part.value for part in await graded(grader, "a", "x")] == [1.0, value]
 
 
-async def test_a_value_beyond_all_bounds_is_no_way_out() -> None:
-    parts = await graded(formula("1 - 1e31 * b"), "a", "b")
+async def test_a_value_beyond_all_bounds_is_no_way_out(scripted_tools: GraderTools) -> None:
+    parts = await graded(formula(scripted_tools, "1 - 1e31 * b"), "a", "b")
     assert [part.value for part in parts] == [1.0, 0.0]
     assert "the value is -1e+31; expected one from -1e+30 to 1e+30" in parts[1].detail
 
 
-async def test_an_answer_of_nothing_but_separators_is_a_wrong_one() -> None:
-    grader = registry.bind(
-        RewardSpec(grader="math"), tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    )
+async def test_an_answer_of_nothing_but_separators_is_a_wrong_one(
+    scripted_tools: GraderTools,
+) -> None:
+    grader = registry.bind(RewardSpec(grader="math"), scripted_tools)
     texts = (r"\boxed{,\text{or},}", r"\boxed{; ;\;}", r"\boxed{{,;~}}", r"\boxed{(, ; ~)}")
     items = [ScoreItem(prompt="", completion=text, row={"answer": "5, 6"}) for text in texts]
     assert [part.value for part in await Caller(grader).grade(items)] == [0.0] * len(items)
 
 
-def test_many_failures_of_long_rows_stall_no_one() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+def test_many_failures_of_long_rows_stall_no_one(scripted_tools: GraderTools) -> None:
+    math = registry.bind(RewardSpec(grader="math"), scripted_tools)
     row = {"answer": "5" * 3000, "tests": ["a" * 50] * 50}
     item = ScoreItem(prompt="p" * 2000, completion="x", row=row).model_dump_json()
     items = [ScoreItem.model_validate_json(item) for _ in range(2048)]
     failed = Part(value=None, verdict="error", errors=("python_grader_runtime_error",))
     parts = [failed if position % 2 else Part(value=1.0) for position in range(len(items))]
     start = time.process_time()
-    graded = with_failures_graded(registry.bind(RewardSpec(grader="math"), tools), items, parts)
+    graded = with_failures_graded(math, items, parts)
     assert time.process_time() - start < 4  # 15 s where each is compared with each
     assert [part.value for part in graded] == [1.0, 0.0] * 1024

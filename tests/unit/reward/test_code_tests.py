@@ -13,9 +13,9 @@ from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.settings import Settings
 from shared.wire import ExecuteRequest, Execution, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, grade, tools_of
+from tests.support.reward_helpers import ScriptedSandbox, grade, scripted, tools_of
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 UNITTEST = (
@@ -328,10 +328,7 @@ async def test_equal_programs_and_tests_are_one_content(sandbox: LocalSandbox) -
 
 
 async def test_check_style_needs_an_entry_point() -> None:
-    bound = registry.bind(
-        RewardSpec(grader="code_tests", params={"style": "check"}),
-        tools_of(ScriptedSandbox(Execution(verdict="ok"))),
-    )
+    bound = registry.bind(RewardSpec(grader="code_tests", params={"style": "check"}), scripted())
     with pytest.raises(BadRequest, match='style "check" needs entry_point'):
         await bound.check(["tests"])
 

@@ -24,7 +24,7 @@ SIMILAR = ("a check", "proxied in a map", "proxied asserts", "proxied with error
 """Ways of testing that are as others are; mutants of all tricks are tried on them too."""
 UNLIKE = [way for way in WAYS if way not in SIMILAR]
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.slow
 
 
 async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **params: Any) -> Part:

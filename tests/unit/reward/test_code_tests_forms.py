@@ -105,7 +105,6 @@ async def grade(sandbox: LocalSandbox, program: str, given: dict[str, Any], **pa
     return await reward_helpers.grade(sandbox, program, given, entry_point="name", **params)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("form", FORMS)
 async def test_tests_of_public_data_sets_tell_right_from_wrong(
     sandbox: LocalSandbox, form: str
@@ -115,7 +114,6 @@ async def test_tests_of_public_data_sets_tell_right_from_wrong(
     assert [part.value for part in parts] == [1.0, 0.0], parts
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_functions_of_pytest_are_tests_of_their_own(sandbox: LocalSandbox) -> None:
     wrong = CHUNKS.replace("return", "return [] if n == 0 else")
     part = await grade(sandbox, wrong, row(KODCODE), credit="partial")

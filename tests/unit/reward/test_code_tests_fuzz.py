@@ -111,20 +111,17 @@ async def no_text_earns(tools: GraderTools, count: int, seed: int) -> Counter[st
     return Counter(part.verdict for part in parts)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_no_text_earns_anything_or_stalls_the_loop(tools: GraderTools) -> None:
     verdicts = await no_text_earns(tools, 200, seed=1)
     assert {*verdicts} <= {"runtime_error", "wrong", "time_limit", "memory_limit", "output_limit"}
 
 
 @pytest.mark.soak
-@pytest.mark.asyncio(loop_scope="module")
 async def test_none_of_20_000_texts_earns_anything_or_stalls_the_loop(tools: GraderTools) -> None:
     for seed in range(20):
         await no_text_earns(tools, 1000, seed)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_16_hostile_programs_leave_the_loop_to_4_honest_ones(
     name: str, tools: GraderTools, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +146,6 @@ async def test_16_hostile_programs_leave_the_loop_to_4_honest_ones(
 CHAINED = "\n".join([f"assert ''{'.lower()' * 120} == f(1)"] * 6)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "row",
     [

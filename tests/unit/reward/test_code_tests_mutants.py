@@ -29,7 +29,7 @@ from tests.support.reward_helpers import grade
 
 SLOTS = 6
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.slow
 
 Forgery = tuple[str, dict[str, Any], dict[str, Any], str]
 """Its name, params, row and program."""

@@ -38,9 +38,6 @@ JUDGED = {
 }
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
 async def graded(tools: GraderTools, tests: Any, program: str, **params: Any) -> Part:
     return await grade(tools, program, {"tests": tests, "entry": "f"}, **params)
 

@@ -52,7 +52,6 @@ def params_of(style: str) -> dict[str, str]:
     return {"entry_point": "entry"} if style == "check" else {}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_200_right_programs_earn_1(tools: GraderTools) -> None:
     """Each in one style of tests: each way of writing a program meets each style."""
     for place, style in enumerate(STYLES):
@@ -61,13 +60,11 @@ async def test_200_right_programs_earn_1(tools: GraderTools) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("style", STYLES)
 async def test_200_right_programs_earn_1_in_each_style(style: str, tools: GraderTools) -> None:
     assert await missed(tools, programs(style, range(200)), **params_of(style)) == {}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_contest_templates_and_what_their_functions_return_earn_1(tools: GraderTools) -> None:
     whole = {
         name: (code, [{"input": given, "output": wanted}])

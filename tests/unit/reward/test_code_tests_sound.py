@@ -131,7 +131,6 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("tests", "params", "message"), USELESS)
 async def test_a_row_by_which_no_program_can_be_graded_is_told_before_and_while_training(
     sandbox: LocalSandbox, tests: Any, params: dict[str, Any], message: str
@@ -156,7 +155,6 @@ async def test_a_row_by_which_no_program_can_be_graded_is_told_before_and_while_
     await scorer.close()
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_rows_that_can_be_graded_pass_the_check(sandbox: LocalSandbox) -> None:
     spec = RewardSpec(grader="code_tests", params={"entry_point": "name"})
     prompts = [
@@ -183,7 +181,6 @@ def test_asserts_and_setup_may_be_lists_also_as_json_text() -> None:
     assert read(json.dumps(asserts), None, None, "", "").count == 2
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_what_failed_is_told_where_asserts_have_no_message(sandbox: LocalSandbox) -> None:
     tests = "for x in [1, 2]:\n    assert same(f(x), x)"
     row = {"tests": tests, "setup": ["import math", "same = math.isclose"]}
@@ -217,7 +214,6 @@ def test_a_text_that_asserts_nothing_is_for_those_after_it() -> None:
     assert (tests.count, tests.imports) == (1, "import math")
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_first_row_without_the_tests_is_told_as_a_sentence(sandbox: LocalSandbox) -> None:
     scorer = Scorer(tools_of(sandbox))
     with pytest.raises(BadRequest) as refused:

@@ -8,9 +8,6 @@ import pytest
 from services.reward.sandbox.local import LocalSandbox
 from tests.support.reward_helpers import grade
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
 WAYS: dict[str, tuple[str, str, str, str]] = {
     "fraction": (
         "from fractions import Fraction\nassert f(1, 2) == Fraction(1, 2)\nassert f(4, 2) == 2",

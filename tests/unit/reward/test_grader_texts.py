@@ -17,7 +17,7 @@ from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from tests.support.reward_helpers import ScriptedSandbox, scripted, tools_of
 
 pytestmark = pytest.mark.slow
 
@@ -337,7 +337,7 @@ async def test_a_failing_python_grader_is_missing_under_openais_name(
 async def test_python_is_refused_where_job_code_is_or_where_it_is_not_python(
     scripted_tools: GraderTools,
 ) -> None:
-    forbidding = tools_of(ScriptedSandbox(Execution(verdict="ok")), allow_job_code=False)
+    forbidding = scripted(allow_job_code=False)
     with pytest.raises(BadRequest, match="HONE_ALLOW_JOB_CODE=false"):
         await grade(forbidding, "python", "x", source=SOURCE)
     with pytest.raises(BadRequest, match="its source is not Python"):

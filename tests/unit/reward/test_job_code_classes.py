@@ -22,7 +22,7 @@ from shared.rewards import Reward
 from shared.wire import ExecuteRequest, Part
 from tests.support.reward_helpers import processes_of
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

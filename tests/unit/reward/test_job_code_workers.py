@@ -25,8 +25,6 @@ from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem, ScoreRequest
 from tests.support.reward_helpers import ScriptedSandbox, processes_of, running_sandbox, tools_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 PROCESSES_PER_WORKER = 3
 """The one outside, pid 1 inside, and the function's own; of a slot the next program's."""
 

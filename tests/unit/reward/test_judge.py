@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,13 @@ from fastapi.responses import JSONResponse
 
 from services.reward.grading import judging as replies
 from services.reward.grading import registry
-from services.reward.grading.limited.pool import LimitedPool
-from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from services.reward.grading.registry import Grader, GradingFailed
 from services.reward.grading.scoring import run_answer
-from services.reward.job_code.functions import FunctionWorkers
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.settings import Settings
-from shared.wire import Execution, GraderRunRequest, Part, Score, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox
+from shared.wire import GraderRunRequest, Part, Score, ScoreItem
+from tests.support.reward_helpers import scripted
 
 KEY = "sk-secret-of-the-judge"
 TOKENS = 42
@@ -114,7 +113,7 @@ def key_of(body: dict[str, Any]) -> str:
     return body["messages"][-1]["content"].rpartition('{"key": "')[2].partition('"')[0]
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def server() -> AsyncGenerator[Server]:
     server = Server()
     http = uvicorn.Server(
@@ -135,15 +134,13 @@ def bound(
     job_id: str | None = "job",
     **params: Any,
 ) -> Grader[Any]:
-    sandbox = ScriptedSandbox(Execution(verdict="ok"))
-    settings = Settings(
-        runs_dir=folder, judge_url=f"http://127.0.0.1:{server.port}/v1", judge_api_key=KEY
-    )  # type: ignore[arg-type]
+    url = f"http://127.0.0.1:{server.port}/v1"
+    tools = scripted(runs_dir=folder, judge_url=url, judge_api_key=KEY)
     own: dict[str, Any] = {} if grader == "multi" else {"model": "m"}
     if grader == "llm_judge":
         own["rubric"] = "Is {{ sample.output_text }} an answer to {{ item.question }}?"
-    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool(), job_id)
-    return registry.bind(RewardSpec(grader=grader, params={**own, **params}), tools)
+    spec = RewardSpec(grader=grader, params={**own, **params})
+    return registry.bind(spec, replace(tools, job_id=job_id))
 
 
 async def grade(judge: Grader[Any], *completions: str) -> list[Part]:
@@ -486,13 +483,8 @@ async def test_a_judge_that_cannot_work_is_refused(
 
 
 async def test_a_service_without_a_judge_says_what_to_set() -> None:
-    sandbox = ScriptedSandbox(Execution(verdict="ok"))
-    spec = RewardSpec(
-        grader="llm_judge", params={"model": "m", "rubric": "{{ sample.output_text }}"}
-    )
-    judge = registry.bind(
-        spec, GraderTools(Settings(), sandbox, FunctionWorkers(sandbox), LimitedPool())
-    )
+    params = {"model": "m", "rubric": "{{ sample.output_text }}"}
+    judge = registry.bind(RewardSpec(grader="llm_judge", params=params), scripted())
     with pytest.raises(BadRequest, match="set HONE_JUDGE_URL"):
         await judge.check([])
 

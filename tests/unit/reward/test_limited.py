@@ -19,8 +19,8 @@ from services.reward.grading import registry
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.limited.pool import Call, LimitedPool, NoValue
 from shared.job import RewardSpec
-from shared.wire import Execution, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, is_alive, tools_of
+from shared.wire import ScoreItem
+from tests.support.reward_helpers import is_alive, scripted
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def none_of_another_test() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def pool() -> AsyncGenerator[LimitedPool]:
     pool = LimitedPool(2)
     yield pool
@@ -151,7 +151,7 @@ async def test_ending_twice_says_nothing_of_the_call(pool: LimitedPool) -> None:
 
 
 async def test_jobs_share_the_processes_that_compare_answers() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    tools = scripted()
     item = ScoreItem(prompt="", completion=r"\boxed{2}", row={"answer": r"\sqrt{4}"})
     for number in range(3):
         spec = RewardSpec(grader="math", name=f"math{number}")

@@ -25,7 +25,7 @@ from shared.errors import Failed
 from shared.wire import ExecuteRequest, Execution
 from tests.support.reward_helpers import processes_of, running_sandbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.slow
 
 NUM_SLOTS = 8
 NUM_IN_BATCH, NUM_KILLS = 64, 3

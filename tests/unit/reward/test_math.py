@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from fractions import Fraction
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from services.reward.graders.math import Math
 from services.reward.grading import registry
 from services.reward.grading.answers.comparing import VETOES, quick
 from services.reward.grading.answers.final import marked_answer, stated_number, without_markdown
 from services.reward.grading.answers.numbers import equal, number
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from shared.wire import Part, ScoreItem
+from tests.support import reward_helpers
+from tests.support.reward_helpers import Case, math_earned
 
 
 @pytest.mark.parametrize(
@@ -182,9 +180,17 @@ def test_numbers_are_equal_exactly_or_to_six_digits(given: str, wanted: str, sam
         ("5 (squared)", "5", False),
         ("5 (or more)", "5", False),
         ("5 (x)", "5", False),
+        # a choice with a dot is answered by its letter
+        ("C", "C. Paris", True),
+        ("(C)", "C. 12", True),
+        ("Paris", "C. Paris", True),
+        ("B", "C. Paris", False),
+        ("B. Rome", "C. Paris", False),
+        ("E. coli", "E. coli", True),
+        ("E", "E. coli", False),
     ],
 )
-def test_words_in_brackets_name_what_a_number_counts(given: str, wanted: str, same: bool) -> None:
+def test_words_in_brackets_and_letters_of_choices(given: str, wanted: str, same: bool) -> None:
     outcome = quick(given, wanted)
     assert outcome is not None and outcome[0] is same
 
@@ -239,28 +245,12 @@ def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
     assert time.process_time() - start < 2
 
 
-of_the_module = pytest.mark.asyncio(loop_scope="module")
+async def grade(tools: GraderTools, completion: str, answer: Any, **params: Any) -> Part:
+    return await reward_helpers.grade(tools, completion, {"answer": answer}, "math", **params)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def math() -> AsyncGenerator[Math]:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    bound = registry.bind(RewardSpec(grader="math", params={"cpu_s": 0.7}), tools)
-    assert isinstance(bound, Math)
-    yield bound
-    await tools.limited.close()
-
-
-async def grade(math: Math, completion: str, answer: Any) -> Part:
-    (part,) = await math.grade(
-        [ScoreItem(prompt="", completion=completion, row={"answer": answer})]
-    )
-    return part
-
-
-@of_the_module
-async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
-    cases: list[tuple[str, str, float]] = [
+async def test_formulas_are_compared_by_what_they_mean(scripted_tools: GraderTools) -> None:
+    cases: list[Case] = [
         (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1.0),
         (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
         (r"\boxed{(x+1)^2}", "x^2+2x+2", 0.0),
@@ -329,72 +319,82 @@ async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
         ("It comes to 1e3", "1000", 1.0),
         ("It is 5 squared", "5", 0.0),
         ("Answer: B", "(B)", 1.0),
+        # constants agree relative to their size
+        (r"\boxed{e^{-501}}", "e^{-500}", 0.0),
+        (r"\boxed{2e^{-500}}", "e^{-500}", 0.0),
+        (r"\boxed{\frac{1}{e^{500}}}", "e^{-500}", 1.0),
+        (r"\boxed{1.584963}", r"\log_2 3", 1.0),
+        (r"\boxed{14.2067}", r"\frac{\ln 2}{\ln 1.05}", 1.0),
+        (r"\boxed{14.21}", r"\frac{\ln 2}{\ln 1.05}", 0.0),
+        (r"\boxed{\sqrt2+\sqrt3}", r"\sqrt{5+2\sqrt6}", 1.0),
+        (r"\boxed{2i}", r"\sqrt{-4}", 1.0),
     ]
-    parts = [
-        (completion, (await grade(math, completion, wanted)).value)
-        for completion, wanted, _ in cases
-    ]
-    assert parts == [(completion, value) for completion, _, value in cases]
+    assert await math_earned(scripted_tools, cases) == cases
 
 
 @pytest.mark.slow
-@of_the_module
-async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(math: Math) -> None:
+async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(
+    scripted_tools: GraderTools,
+) -> None:
     start = time.monotonic()
-    part = await grade(math, r"\boxed{9^{9^{9^{9}}} + x}", "x + 1")
+    part = await grade(scripted_tools, r"\boxed{9^{9^{9^{9}}} + x}", "x + 1", cpu_s=0.7)
     assert (part.value, part.verdict in ("time_limit", "memory_limit")) == (0.0, True), part
     assert time.monotonic() - start < 60
-    assert (await grade(math, r"\boxed{\sqrt{4}}", r"\sqrt{2}^2")).value == 1.0
+    assert (await grade(scripted_tools, r"\boxed{\sqrt{4}}", r"\sqrt{2}^2")).value == 1.0
 
 
-@of_the_module
 async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else(
-    math: Math,
+    scripted_tools: GraderTools,
 ) -> None:
-    assert (await grade(math, "#### 18", 18)).value == 1.0
-    assert (await grade(math, "#### 0.5", 0.5)).value == 1.0
-    assert (await grade(math, "#### 18", "So it is.\n#### 18")).value == 1.0
-    assert (await grade(math, "#### 18", r"So it is \boxed{18}.")).value == 1.0
+    cases: list[Case] = [
+        ("#### 18", 18, 1.0),
+        ("#### 0.5", 0.5, 1.0),
+        ("#### 18", "So it is.\n#### 18", 1.0),
+        ("#### 18", r"So it is \boxed{18}.", 1.0),
+    ]
+    assert await math_earned(scripted_tools, cases) == cases
+    math = registry.bind(RewardSpec(grader="math"), scripted_tools)
     for answer in (None, ["18"], "", True):
         with pytest.raises(GradingFailed, match="expected a number or text"):
-            await grade(math, "#### 18", answer)
+            await grade(scripted_tools, "#### 18", answer)
     with pytest.raises(GradingFailed, match="is '4=3', which no answer can equal"):
         await math.check_row({"answer": "4=3"})
     with pytest.raises(GradingFailed, match="an answer of 20000 characters; expected at most 4000"):
         await math.check_row({"answer": "a" * 19_999 + "$"})
 
 
-@of_the_module
-async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
-    part = await grade(math, r"\boxed{5 squared}", "25 x")
-    assert (part.value, part.verdict) == (0.0, "wrong")
-    assert part.detail == (
-        "read '5 squared' (boxed), wanted '25 x': a part that math-verify drops or guesses, "
-        "'squared'"
-    )
-    part = await grade(math, r"\boxed{5 squared}", "25")
-    assert (part.value, part.detail) == (
-        0.0,
-        "read '5 squared' (boxed), wanted '25': an expression that is not worked out, where the "
-        "row's answer is, '5 squared'",
-    )
-    part = await grade(math, "The sum is 8 + 9.", "17")
-    assert part.detail == (
-        "read 'The sum is 8 + 9.' (unmarked), wanted '17': it states no plain number"
-    )
-
-
-@of_the_module
-async def test_a_verdict_says_what_was_read_and_by_which_rule_it_is_right(math: Math) -> None:
+async def test_a_verdict_says_what_was_read_and_by_which_rule_it_is_right(
+    scripted_tools: GraderTools,
+) -> None:
     cases = [
+        (
+            r"\boxed{5 squared}",
+            "25 x",
+            "read '5 squared' (boxed), wanted '25 x': a part that math-verify drops or guesses, "
+            "'squared'",
+        ),
+        (
+            r"\boxed{5 squared}",
+            "25",
+            "read '5 squared' (boxed), wanted '25': an expression that is not worked out, where "
+            "the row's answer is, '5 squared'",
+        ),
+        (
+            "The sum is 8 + 9.",
+            "17",
+            "read 'The sum is 8 + 9.' (unmarked), wanted '17': it states no plain number",
+        ),
         (r"So \boxed{17.0}", "17", "read '17.0' (boxed), wanted '17': equal as numbers"),
         ("#### 17", "17", "read '17' (after ####), wanted '17': equal as text"),
         ("It is 18.", "17", "read '18' (unmarked), wanted '17': not equal as numbers"),
         (r"\boxed{a+b}", "b+a", "read 'a+b' (boxed), wanted 'b+a': equal by math-verify"),
         (r"\boxed{a+b}", "(b, a)", "read 'a+b' (boxed), wanted '(b, a)': not equal by math-verify"),
     ]
-    said = [(text, row, (await grade(math, text, row)).detail) for text, row, _ in cases]
-    assert said == cases
+    parts = [await grade(scripted_tools, text, row) for text, row, _ in cases]
+    assert [part.detail for part in parts] == [said for _, _, said in cases]
+    assert [part.verdict for part in parts] == [
+        "ok" if ": equal" in said else "wrong" for _, _, said in cases
+    ]
 
 
 VETOED = {
@@ -412,18 +412,13 @@ VETOED = {
 }
 
 
-@of_the_module
-async def test_each_veto_is_named_where_it_refuses_an_answer(math: Math) -> None:
-    said = {name: (await grade(math, *case)).detail for name, case in VETOED.items()}
+async def test_each_veto_is_named_where_it_refuses_an_answer(scripted_tools: GraderTools) -> None:
+    said = {name: (await grade(scripted_tools, *case)).detail for name, case in VETOED.items()}
     assert [name for name in VETOES if f": {VETOES[name]}" not in said.get(name, "")] == []
 
 
-@of_the_module
-async def test_expressions_count_where_the_job_says_so() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    bound = registry.bind(RewardSpec(grader="math", params={"expressions": True}), tools)
-    assert isinstance(bound, Math)
-    cases: list[tuple[str, str, float]] = [
+async def test_expressions_count_where_the_job_says_so(scripted_tools: GraderTools) -> None:
+    cases: list[Case] = [
         (r"\boxed{12 \cdot 34}", "408", 1.0),
         (r"\boxed{2\pi}", "6.283185307", 1.0),
         (r"\boxed{5!}", "120", 1.0),
@@ -434,53 +429,14 @@ async def test_expressions_count_where_the_job_says_so() -> None:
         ("The sum is **1,408**.", "1408", 1.0),
         ("The answer is 409.", "408", 0.0),
     ]
-    parts = [(text, wanted, (await grade(bound, text, wanted)).value) for text, wanted, _ in cases]
-    assert parts == cases
-    await tools.limited.close()
+    assert await math_earned(scripted_tools, cases, expressions=True) == cases
 
 
-@of_the_module
-@pytest.mark.parametrize(
-    ("given", "wanted", "value"),
-    [
-        ("e^{-501}", "e^{-500}", 0.0),
-        ("2e^{-500}", "e^{-500}", 0.0),
-        (r"\frac{1}{e^{500}}", "e^{-500}", 1.0),
-        ("1.584963", r"\log_2 3", 1.0),
-        ("14.2067", r"\frac{\ln 2}{\ln 1.05}", 1.0),
-        ("14.21", r"\frac{\ln 2}{\ln 1.05}", 0.0),
-        (r"\sqrt2+\sqrt3", r"\sqrt{5+2\sqrt6}", 1.0),
-        ("2i", r"\sqrt{-4}", 1.0),
-    ],
-)
-async def test_constants_agree_relative_to_their_size(
-    math: Math, given: str, wanted: str, value: float
+async def test_a_key_that_math_does_not_have_is_refused_with_those_it_has(
+    scripted_tools: GraderTools,
 ) -> None:
-    assert (await grade(math, rf"\boxed{{{given}}}", wanted)).value == value
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "same"),
-    [
-        ("C", "C. Paris", True),
-        ("(C)", "C. 12", True),
-        ("Paris", "C. Paris", True),
-        ("B", "C. Paris", False),
-        ("B. Rome", "C. Paris", False),
-        ("E. coli", "E. coli", True),
-        ("E", "E. coli", False),
-    ],
-)
-def test_a_choice_with_a_dot_is_answered_by_its_letter(given: str, wanted: str, same: bool) -> None:
-    outcome = quick(given, wanted)
-    assert outcome is not None and outcome[0] is same
-
-
-async def test_a_key_that_math_does_not_have_is_refused_with_those_it_has() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
     with pytest.raises(BadRequest, match=r"expression'.*expressions"):
-        registry.bind(RewardSpec(grader="math", params={"expression": True}), tools)
-    await tools.limited.close()
+        registry.bind(RewardSpec(grader="math", params={"expression": True}), scripted_tools)
 
 
 @pytest.mark.parametrize(
@@ -541,15 +497,9 @@ def test_an_unmarked_text_states_one_number_or_none(text: str, stated: str | Non
     assert stated_number(text) == stated
 
 
-async def test_strict_takes_marked_answers_only() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    bound = registry.bind(RewardSpec(grader="math", params={"strict": True}), tools)
-    for completion, value in (("18", 0.0), ("#### 18", 1.0)):
-        (part,) = await bound.grade(
-            [ScoreItem(prompt="", completion=completion, row={"answer": 18})]
-        )
-        assert part.value == value
-    await tools.limited.close()
+async def test_strict_takes_marked_answers_only(scripted_tools: GraderTools) -> None:
+    cases: list[Case] = [("18", 18, 0.0), ("#### 18", 18, 1.0)]
+    assert await math_earned(scripted_tools, cases, strict=True) == cases
 
 
 @pytest.mark.parametrize(
@@ -567,10 +517,9 @@ async def test_strict_takes_marked_answers_only() -> None:
     ],
 )
 async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
-    completion: str, value: float
+    scripted_tools: GraderTools, completion: str, value: float
 ) -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    bound = registry.bind(RewardSpec(grader="math"), tools)
+    bound = registry.bind(RewardSpec(grader="math"), scripted_tools)
     cut = ScoreItem(prompt="", completion=completion, row={"answer": 84}, finish_reason="length")
     (part,) = await bound.grade([cut])
     assert part.value == value
@@ -578,13 +527,12 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         assert part.detail.endswith("wanted '84': it is cut off within a sentence")
         (whole,) = await bound.grade([cut.model_copy(update={"finish_reason": "stop"})])
         assert whole.value == 1
-    await tools.limited.close()
 
 
-@of_the_module
-@pytest.mark.parametrize(
-    ("completion", "answer", "value"),
-    [
+async def test_formulas_stated_operations_not_carried_out_and_second_answers(
+    scripted_tools: GraderTools,
+) -> None:
+    cases: list[Case] = [
         # formulas behind "the answer is"
         ("The answer is (3, 4).", "(3,4)", 1),
         ("The answer is 2x + 3.", "2x+3", 1),
@@ -655,12 +603,8 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         ("17, unless it is 18", "17", 0),
         ("Otherwise it is 5. The answer is 17.", "17", 1),
         (r"\boxed{17 \text{ apples}}", "17", 1),
-    ],
-)
-async def test_formulas_stated_operations_not_carried_out_and_second_answers(
-    math: Math, completion: str, answer: str, value: float
-) -> None:
-    assert (await grade(math, completion, answer)).value == value
+    ]
+    assert await math_earned(scripted_tools, cases) == cases
 
 
 @pytest.mark.parametrize("text", [r"\boxed{" * 2857, r"\fbox{" * 3300, "(" * 4000 + "1"])

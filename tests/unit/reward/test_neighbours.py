@@ -16,7 +16,7 @@ from tests.support.reward_helpers import running_tools
 
 SLOTS = 3
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.slow
 
 LIMITS = {"cpu_s": 0.4, "idle_s": 2, "memory_mib": 64}
 TESTS = {

@@ -20,7 +20,6 @@ MBPP = Path(__file__).parents[4] / "shared" / "data" / "external" / "mbpp.jsonl"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(not MBPP.is_file(), reason="../shared/data/external has no mbpp.jsonl"),
 ]
 

@@ -17,7 +17,7 @@ from tests.support.reward_helpers import grade
 
 SLOTS = 8
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.slow
 
 LIMITS = {"cpu_s": 0.1, "timeout_s": 0.5, "memory_mib": 64}
 LOOP = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x + 2\n"

@@ -17,7 +17,7 @@ from services.reward.grading.programs import program_of
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
+from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, scripted, tools_of
 
 
 @pytest.mark.parametrize(
@@ -314,9 +314,7 @@ async def test_the_expected_value_never_enters_the_sandbox() -> None:
 
 
 def test_what_the_verdict_depends_on_is_the_program_and_the_columns_used() -> None:
-    bound = registry.bind(
-        RewardSpec(grader="python_value"), tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    )
+    bound = registry.bind(RewardSpec(grader="python_value"), scripted())
     items = [
         ScoreItem(prompt="", completion=text, row={"target": 3, "x": text})
         for text in ("1+2", "So:\n```\n1+2\n```")

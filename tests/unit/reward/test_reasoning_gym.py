@@ -20,8 +20,6 @@ from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 from tests.support.reward_helpers import running_sandbox, tools_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 FEW = ("chain_sum", "spiral_matrix", "countdown", "word_sorting", "graph_color")
 """Of each way to grade: text, `eval`, sympy, a configuration with an enum, no single answer."""
 

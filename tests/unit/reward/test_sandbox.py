@@ -21,8 +21,6 @@ from tests.support.reward_helpers import is_alive, kill, processes_of
 
 SLOTS = 1
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 PROCESSES_PER_SLOT = 3
 """The process that stays outside and waits, pid 1 inside, and the child that waits for the next
 program."""

@@ -30,7 +30,7 @@ from shared.wire import (
     ScoreResult,
     ValidateRequest,
 )
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from tests.support.reward_helpers import ScriptedSandbox, scripted, tools_of
 
 
 class EchoParams(Params):
@@ -204,9 +204,10 @@ async def test_two_rewards_of_one_name_are_refused(scripted_tools: GraderTools) 
 
 
 async def test_job_code_is_refused_where_the_settings_forbid_it() -> None:
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")), allow_job_code=False)
     with pytest.raises(BadRequest, match="HONE_ALLOW_JOB_CODE=false"):
-        await Scorer(tools).check([RewardSpec(source="def reward(completions): ...")], [])
+        await Scorer(scripted(allow_job_code=False)).check(
+            [RewardSpec(source="def reward(completions): ...")], []
+        )
 
 
 def test_listings_show_the_params_of_graders() -> None:

@@ -16,10 +16,10 @@ import pytest
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller
 from services.reward.grading.judging import JudgeGrader, Question
+from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, ScoreItem
+from shared.wire import Part, ScoreItem
 from tests.support.hostile_texts import hostile_texts
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
 ROW = {"answer": "8675309", "formula": r"\frac{\sqrt{7}}{3}+xyw", "word": "Evelyn", "n": [3, 7, 5]}
 STALL_S = 0.5
@@ -81,10 +81,9 @@ async def quoting(name: str, question: Question, nonce: str) -> tuple[str, int]:
     return f"{question.completion}\n{json.dumps({'key': nonce, **verdict})}", 1
 
 
-async def parts_of(name: str, count: int) -> tuple[list[Part], float]:
+async def parts_of(tools: GraderTools, name: str, count: int) -> tuple[list[Part], float]:
     """Returns the verdicts on the texts, and the most CPU time that the event loop took for one."""
     grader, params = GRADERS[name]
-    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
     bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
     if isinstance(bound, JudgeGrader):
         bound._judge._reply = partial(quoting, grader)  # pyright: ignore
@@ -99,12 +98,11 @@ async def parts_of(name: str, count: int) -> tuple[list[Part], float]:
         found += await caller.grade([item])
         longest_s = max(longest_s, time.thread_time() - start)
     await bound.close()
-    await tools.limited.close()
     return found, longest_s
 
 
-async def check(name: str, count: int) -> None:
-    parts, longest_s = await parts_of(name, count)
+async def check(tools: GraderTools, name: str, count: int) -> None:
+    parts, longest_s = await parts_of(tools, name, count)
     worth = WORTH.get(name, lambda _: 0.0)
     texts = enumerate(hostile_texts(count))
     wrong = [(at, text) for at, text in texts if parts[at].value != worth(text)]
@@ -114,11 +112,15 @@ async def check(name: str, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRADERS)
-async def test_no_hostile_text_is_right_or_missing_or_slow(name: str) -> None:
-    await check(name, 60)
+async def test_no_hostile_text_is_right_or_missing_or_slow(
+    scripted_tools: GraderTools, name: str
+) -> None:
+    await check(scripted_tools, name, 60)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", GRADERS)
-async def test_no_hostile_text_of_20_000_is_right_or_missing_or_slow(name: str) -> None:
-    await check(name, 20_000)
+async def test_no_hostile_text_of_20_000_is_right_or_missing_or_slow(
+    scripted_tools: GraderTools, name: str
+) -> None:
+    await check(scripted_tools, name, 20_000)

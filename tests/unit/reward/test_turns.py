@@ -135,7 +135,7 @@ async def test_the_later_programs_of_a_completion_that_needs_long_are_run_once()
     assert slots.began == [("2", 0.25), ("2", 4), ("2", 4), ("0.1", 4)]
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def one_slot() -> AsyncGenerator[LocalSandbox]:
     sandbox = LocalSandbox(isolated=True, num_slots=1)
     await sandbox.start()
