@@ -79,10 +79,12 @@ Case = tuple[str, Any, float | None]
 
 async def math_earned(tools: GraderTools, cases: Iterable[Case], **params: Any) -> list[Case]:
     """Returns the cases with what `math` gives in place of what each should earn."""
-    return [
-        (text, answer, (await grade(tools, text, {"answer": answer}, "math", **params)).value)
-        for text, answer, _ in cases
-    ]
+    tried = [(text, answer) for text, answer, _ in cases]
+    math = registry.bind(RewardSpec(grader="math", params=params), tools)
+    parts = await math.grade(
+        [ScoreItem(prompt="", completion=text, row={"answer": answer}) for text, answer in tried]
+    )
+    return [(*one, part.value) for one, part in zip(tried, parts, strict=True)]
 
 
 def processes_of(service_pid: int) -> list[int]:

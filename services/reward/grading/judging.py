@@ -132,43 +132,36 @@ class JudgeStore:
 
     def reply(self, key: str) -> str | None:
         """Returns the reply to this question, None if it was not asked yet."""
-        with self._lock:
-            row = self._database.execute(
-                "SELECT text FROM replies WHERE key = ?", (key,)
-            ).fetchone()
-        return row[0] if row else None
+        rows, _ = self._execute("SELECT text FROM replies WHERE key = ?", key)
+        return rows[0][0] if rows else None
 
     def keep(self, key: str, text: str, tokens: int) -> None:
-        with self._lock:
-            self._database.execute(
-                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, text, tokens)
-            )
+        self._execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", key, text, tokens)
 
     def take_call(self, reward: str, max_calls: int | None, max_tokens: int | None) -> bool:
         """Counts one call of `reward`; returns False, and counts nothing, if its budget is
         spent."""
         most = (-1 if max_calls is None else max_calls, -1 if max_tokens is None else max_tokens)
-        with self._lock:
-            self._database.execute("INSERT OR IGNORE INTO spent VALUES (?, 0, 0)", (reward,))
-            return self._database.execute(_TAKE_CALL, (reward, *most)).rowcount == 1
+        self._execute("INSERT OR IGNORE INTO spent VALUES (?, 0, 0)", reward)
+        return self._execute(_TAKE_CALL, reward, *most)[1] == 1
 
     def add_tokens(self, reward: str, tokens: int) -> None:
-        with self._lock:
-            self._database.execute(
-                "UPDATE spent SET tokens = tokens + ? WHERE reward = ?", (tokens, reward)
-            )
+        self._execute("UPDATE spent SET tokens = tokens + ? WHERE reward = ?", tokens, reward)
 
     def spent(self, reward: str) -> tuple[int, int]:
         """Returns the calls and tokens that `reward` has cost so far."""
-        with self._lock:
-            row = self._database.execute(
-                "SELECT calls, tokens FROM spent WHERE reward = ?", (reward,)
-            ).fetchone()
-        return (row[0], row[1]) if row else (0, 0)
+        rows, _ = self._execute("SELECT calls, tokens FROM spent WHERE reward = ?", reward)
+        return rows[0] if rows else (0, 0)
 
     def close(self) -> None:
         with self._lock:
             self._database.close()
+
+    def _execute(self, statement: str, *values: str | int) -> tuple[list[Any], int]:
+        """Returns the rows that a statement gives, and how many it has changed."""
+        with self._lock:
+            cursor = self._database.execute(statement, values)
+            return cursor.fetchall(), cursor.rowcount
 
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -177,8 +170,6 @@ MAX_ASKS = 3
 
 NOT_TAKEN = (400, 422, 501)
 """Statuses by which endpoints say that they know no `response_format`."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -191,143 +182,6 @@ class Question:
     messages: Callable[[str], list[dict[str, str]]]
     sampling: dict[str, Any]
     schema: dict[str, Any]
-
-
-class Judge:
-    def __init__(self, tools: GraderTools, reward: str, limits: JudgeParams) -> None:
-        self._tools = tools
-        self._reward = reward
-        self._limits = limits
-        self._client: Any = None  # an openai.AsyncOpenAI, which takes more types than we send
-        self._takes_schema = True
-        self._store: JudgeStore | None = None
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    async def ask(
-        self, question: Question, read: Callable[[dict[str, Any]], T]
-    ) -> tuple[T, int | None]:
-        """Returns what `read` makes of the object in the reply, and the tokens that it cost, None
-        if it was cached. If `read` raises NoVerdict, the judge is asked again. Raises
-        GradingFailed."""
-        if self._store is None:
-            self._store = JudgeStore.open(self._tools.run_folder)
-        store, key = self._store, self._cache_key(question)
-        # Equal questions at the same time are asked once.
-        async with self._asking.setdefault(key, asyncio.Lock()):
-            known = await asyncio.to_thread(store.reply, key)
-            if known is not None:
-                return read(json.loads(known)), None
-            spent, asks = 0, 0
-            while True:
-                await self._take_call(store)
-                nonce = secrets.token_hex(8)
-                text, tokens = await self._reply(question, nonce)
-                await asyncio.to_thread(store.add_tokens, self._reward, tokens)
-                spent, asks = spent + tokens, asks + 1
-                try:
-                    found = verdict(_whole(text), nonce)
-                    value = read(found)
-                except NoVerdict as error:
-                    if asks < MAX_ASKS:
-                        continue
-                    raise NoVerdict(f"asked {asks} times: {error.detail}") from error
-                await asyncio.to_thread(store.keep, key, json.dumps(found), spent)
-                return value, spent
-
-    async def _take_call(self, store: JudgeStore) -> None:
-        """Counts a call. Raises GradingFailed if the budget is spent."""
-        if not await asyncio.to_thread(
-            store.take_call, self._reward, self._limits.budget_calls, self._limits.budget_tokens
-        ):
-            calls, tokens = store.spent(self._reward)
-            raise GradingFailed(
-                f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job",
-                "other_error",
-            )
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-        if self._store is not None:
-            self._store.close()
-
-    def _cache_key(self, question: Question) -> str:
-        """Returns a digest of the question without its key, which differs each time."""
-        content = [
-            self._url,
-            question.model,
-            question.completion,
-            question.messages(""),
-            question.sampling,
-            question.schema,
-        ]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def _url(self) -> str:
-        return self._tools.settings.judge_url or OPENAI_URL
-
-    async def _reply(self, question: Question, nonce: str) -> tuple[str | None, int]:
-        """Returns the text, None if it was cut, and how many tokens it cost, the question's
-        included."""
-        # The import takes a second or two, the first time.
-        openai: Any = await asyncio.to_thread(importlib.import_module, "openai")
-        if self._client is None:
-            self._client = openai.AsyncOpenAI(
-                base_url=self._url, api_key=self._api_key, max_retries=self._limits.retries
-            )
-        try:
-            async with asyncio.timeout(self._limits.deadline_s):
-                reply = await self._completion(openai, question, nonce)
-            choice = reply.choices[0]
-            tokens = reply.usage.total_tokens if reply.usage else 0
-        except TimeoutError as error:
-            reason = f"the judge did not answer within {self._limits.deadline_s:g} s"
-            raise GradingFailed(reason, "model_grader_server_error") from error
-        except openai.APIStatusError as error:
-            reason = f"the judge answered {error.status_code}: {self._without_key(error.message)}"
-            raise GradingFailed(reason, "model_grader_server_error") from error
-        except (openai.OpenAIError, IndexError, TypeError, AttributeError, ValueError) as error:
-            reason = (
-                f"the judge gave no answer: {type(error).__name__}: {self._without_key(str(error))}"
-            )
-            raise GradingFailed(reason, "model_grader_server_error") from error
-        if choice.message.refusal or choice.finish_reason == "content_filter":
-            raise GradingFailed(
-                f"the judge refused: {choice.message.refusal or 'content filter'!s:.200}",
-                "model_grader_refusal_error",
-            )
-        is_cut = choice.finish_reason == "length"
-        return None if is_cut else choice.message.content or "", tokens
-
-    async def _completion(self, openai: Any, question: Question, nonce: str) -> Any:
-        """Returns the endpoint's answer, in the form of `schema`, unless the job's sampling names
-        another form or the endpoint knows no `response_format`."""
-        create = self._client.chat.completions.create
-        asked = {"model": question.model, "messages": question.messages(nonce), **question.sampling}
-        if not self._takes_schema or "response_format" in question.sampling:
-            return await create(**asked)
-        form = {"name": "verdict", "strict": True, "schema": question.schema}
-        try:
-            return await create(
-                **asked, response_format={"type": "json_schema", "json_schema": form}
-            )
-        except openai.APIStatusError as error:
-            if error.status_code not in NOT_TAKEN:
-                raise
-        reply = await create(**asked)
-        # Only now it is known that the format was what the endpoint refused.
-        self._takes_schema = False
-        get_logger().warning("judge takes no response_format", reward=self._reward)
-        return reply
-
-    @property
-    def _api_key(self) -> str:
-        key = self._tools.settings.judge_api_key
-        return key.get_secret_value() if key else "none"
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._api_key, "***")[:300]
 
 
 def _whole(text: str | None) -> str:
@@ -429,7 +283,10 @@ class JudgeGrader(ItemGrader[J]):
         super().__init__(spec, params, tools)
         self.max_concurrency = params.concurrency
         self.deadline_s = MAX_ASKS * params.deadline_s + 60.0
-        self._judge = Judge(tools, spec.label, params)
+        self._client: Any = None  # an openai.AsyncOpenAI, which takes more types than we send
+        self._takes_schema = True
+        self._store: JudgeStore | None = None
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     @abstractmethod
@@ -469,11 +326,14 @@ class JudgeGrader(ItemGrader[J]):
             )
 
     async def close(self) -> None:
-        await self._judge.close()
+        if self._client is not None:
+            await self._client.close()
+        if self._store is not None:
+            self._store.close()
 
     async def grade_item(self, item: ScoreItem) -> Part:
         question = self._question(item)
-        part, tokens = await self._judge.ask(question, self.part)
+        part, tokens = await self._ask(question)
         return part.model_copy(
             update={"cached": tokens is None, "tokens": {question.model: tokens or 0}}
         )
@@ -500,3 +360,121 @@ class JudgeGrader(ItemGrader[J]):
             "additionalProperties": False,
         }
         return Question(self.params.model, item.completion, messages, self.sampling.sent(), schema)
+
+    async def _ask(self, question: Question) -> tuple[Part, int | None]:
+        """Returns what `part` makes of the object in the reply, and the tokens that it cost, None
+        if it was cached. If `part` raises NoVerdict, the judge is asked again. Raises
+        GradingFailed."""
+        if self._store is None:
+            self._store = JudgeStore.open(self.tools.run_folder)
+        store, key = self._store, self._cache_key(question)
+        # Equal questions at the same time are asked once.
+        async with self._asking.setdefault(key, asyncio.Lock()):
+            known = await asyncio.to_thread(store.reply, key)
+            if known is not None:
+                return self.part(json.loads(known)), None
+            spent, asks = 0, 0
+            while True:
+                await self._take_call(store)
+                nonce = secrets.token_hex(8)
+                text, tokens = await self._reply(question, nonce)
+                await asyncio.to_thread(store.add_tokens, self.spec.label, tokens)
+                spent, asks = spent + tokens, asks + 1
+                try:
+                    found = verdict(_whole(text), nonce)
+                    part = self.part(found)
+                except NoVerdict as error:
+                    if asks < MAX_ASKS:
+                        continue
+                    raise NoVerdict(f"asked {asks} times: {error.detail}") from error
+                await asyncio.to_thread(store.keep, key, json.dumps(found), spent)
+                return part, spent
+
+    async def _take_call(self, store: JudgeStore) -> None:
+        """Counts a call. Raises GradingFailed if the budget is spent."""
+        if not await asyncio.to_thread(
+            store.take_call, self.spec.label, self.params.budget_calls, self.params.budget_tokens
+        ):
+            calls, tokens = store.spent(self.spec.label)
+            raise GradingFailed(
+                f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job",
+                "other_error",
+            )
+
+    def _cache_key(self, question: Question) -> str:
+        """Returns a digest of the question without its key, which differs each time."""
+        content = [
+            self._url,
+            question.model,
+            question.completion,
+            question.messages(""),
+            question.sampling,
+            question.schema,
+        ]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _url(self) -> str:
+        return self.tools.settings.judge_url or OPENAI_URL
+
+    async def _reply(self, question: Question, nonce: str) -> tuple[str | None, int]:
+        """Returns the text, None if it was cut, and how many tokens it cost, the question's
+        included."""
+        # The import takes a second or two, the first time.
+        openai: Any = await asyncio.to_thread(importlib.import_module, "openai")
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(
+                base_url=self._url, api_key=self._api_key, max_retries=self.params.retries
+            )
+        try:
+            async with asyncio.timeout(self.params.deadline_s):
+                reply = await self._completion(openai, question, nonce)
+            choice = reply.choices[0]
+            tokens = reply.usage.total_tokens if reply.usage else 0
+        except TimeoutError as error:
+            reason = f"the judge did not answer within {self.params.deadline_s:g} s"
+            raise GradingFailed(reason, "model_grader_server_error") from error
+        except openai.APIStatusError as error:
+            reason = f"the judge answered {error.status_code}: {self._without_key(error.message)}"
+            raise GradingFailed(reason, "model_grader_server_error") from error
+        except (openai.OpenAIError, IndexError, TypeError, AttributeError, ValueError) as error:
+            reason = (
+                f"the judge gave no answer: {type(error).__name__}: {self._without_key(str(error))}"
+            )
+            raise GradingFailed(reason, "model_grader_server_error") from error
+        if choice.message.refusal or choice.finish_reason == "content_filter":
+            raise GradingFailed(
+                f"the judge refused: {choice.message.refusal or 'content filter'!s:.200}",
+                "model_grader_refusal_error",
+            )
+        is_cut = choice.finish_reason == "length"
+        return None if is_cut else choice.message.content or "", tokens
+
+    async def _completion(self, openai: Any, question: Question, nonce: str) -> Any:
+        """Returns the endpoint's answer, in the form of `schema`, unless the job's sampling names
+        another form or the endpoint knows no `response_format`."""
+        create = self._client.chat.completions.create
+        asked = {"model": question.model, "messages": question.messages(nonce), **question.sampling}
+        if not self._takes_schema or "response_format" in question.sampling:
+            return await create(**asked)
+        form = {"name": "verdict", "strict": True, "schema": question.schema}
+        try:
+            return await create(
+                **asked, response_format={"type": "json_schema", "json_schema": form}
+            )
+        except openai.APIStatusError as error:
+            if error.status_code not in NOT_TAKEN:
+                raise
+        reply = await create(**asked)
+        # Only now it is known that the format was what the endpoint refused.
+        self._takes_schema = False
+        get_logger().warning("judge takes no response_format", reward=self.spec.label)
+        return reply
+
+    @property
+    def _api_key(self) -> str:
+        key = self.tools.settings.judge_api_key
+        return key.get_secret_value() if key else "none"
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._api_key, "***")[:300]

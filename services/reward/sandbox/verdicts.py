@@ -128,28 +128,19 @@ def _short(facts: ProgramExit, request: ExecuteRequest) -> bool:
 
 def _verdict(facts: ProgramExit, request: ExecuteRequest) -> tuple[Ending, Any, str]:
     code = facts.exit
-    if facts.limit == "wall":
-        return (
-            "time_limit",
-            None,
-            f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts.cpu_s:.1f} s of "
-            "CPU\n",
-        )
-    if facts.limit == "idle":
-        return (
-            "time_limit",
-            None,
-            f"TimeLimit: stopped after {facts.wall_s:.1f} s, of which {facts.cpu_s:.1f} s of CPU; "
-            f"a program may idle for {request.idle_s:g} s\n",
-        )
     killed = code == -signal.SIGKILL
     by_rlimit = killed and facts.cpu_s >= request.cpu_s and facts.memory != "own limit"
-    if facts.limit == "cpu" or code == -signal.SIGXCPU or by_rlimit:
-        return (
-            "time_limit",
-            None,
-            f"TimeLimit: used {facts.cpu_s:.1f} s of CPU, {request.cpu_s:g} s are allowed\n",
-        )
+    used = f"{facts.cpu_s:.1f} s of CPU"
+    late = ""
+    if facts.limit == "wall":
+        late = f"stopped after {request.timeout_s:g} s, of which {used}"
+    elif facts.limit == "idle":
+        late = f"stopped after {facts.wall_s:.1f} s, of which {used}; a program may idle for "
+        late += f"{request.idle_s:g} s"
+    elif facts.limit == "cpu" or code == -signal.SIGXCPU or by_rlimit:
+        late = f"used {used}, {request.cpu_s:g} s are allowed"
+    if late:
+        return "time_limit", None, f"TimeLimit: {late}\n"
     if facts.overflow and not _is_beside(facts, request):
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"
     if killed and _short(facts, request):
@@ -174,21 +165,15 @@ def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Ending, A
     if not result:
         if code == 0 and request.expression is None:
             return "ok", None, ""
-        return (
-            "runtime_error",
-            None,
-            f"Exited: the program ended its process with code {code}, without a result\n",
-        )
+        trace = f"Exited: the program ended its process with code {code}, without a result\n"
+        return "runtime_error", None, trace
     try:
         outcome = decode(result.encode(), max_items=MAX_ITEMS)
         end, value, trace = outcome["end"], outcome.get("value"), str(outcome.get("trace", ""))
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate could not be sent on
     except (DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return (
-            "runtime_error",
-            None,
-            f"BadResult: the value is not plain data of at most 256 KiB ({type(error).__name__})\n",
-        )
+        trace = "BadResult: the value is not plain data of at most 256 KiB "
+        return "runtime_error", None, f"{trace}({type(error).__name__})\n"
     if end == "memory":
         return "memory_limit", None, trace
     return ("ok", value, "") if end == "ok" else ("runtime_error", None, trace)

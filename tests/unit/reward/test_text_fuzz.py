@@ -86,7 +86,7 @@ async def parts_of(tools: GraderTools, name: str, count: int) -> tuple[list[Part
     grader, params = GRADERS[name]
     bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
     if isinstance(bound, JudgeGrader):
-        bound._judge._reply = partial(quoting, grader)  # pyright: ignore
+        bound._reply = partial(quoting, grader)  # pyright: ignore
     caller = Caller(bound)
     found: list[Part] = []
     longest_s = 0.0
