@@ -43,7 +43,6 @@ from shared.wire import (
     GraderList,
     GraderRun,
     GraderRunRequest,
-    Score,
     ScoreRequest,
     ScoreResult,
     TriedRewards,
@@ -109,19 +108,31 @@ def sandbox_of(settings: Settings) -> Sandbox:
 
 
 def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
-    counts = _Counts(service)
+    executions = service.gauge("executions", "Programs run by /execute since the start")
+    completions = service.gauge("completions", "Completions graded since the start")
+    missing = service.gauge(
+        "missing_rewards", "Completions whose reward is missing since the start"
+    )
+    parts = Counter(
+        "hone_reward_parts",
+        "What graders said of completions",
+        ["verdict", "cached"],
+        registry=service.registry,
+    )
     programs = QueueLimit("programs", MAX_QUEUED_PROGRAMS)
 
     async def score(request: ScoreRequest) -> ScoreResult:
         """Grades every item by every reward."""
         result = await scorer.score(request)
-        for one in result.scores:
-            counts.add(one)
+        completions.inc(len(result.scores))
+        missing.inc(sum(one.value is None for one in result.scores))
+        for part in (part for one in result.scores for part in one.parts.values()):
+            parts.labels(part.verdict, str(part.cached).lower()).inc()
         return result
 
     async def execute(request: ExecuteRequest) -> Execution:
         """Runs one program in the sandbox."""
-        counts.executions.inc()
+        executions.inc()
         with programs.of(1):
             return await tools.sandbox.execute(request)
 
@@ -161,27 +172,3 @@ def _add_episodes(service: Service, episodes: Episodes) -> None:
     service.operation("POST", "/episodes/step", episodes.step_episode)
     service.operation("POST", "/episodes/close", episodes.close_episode)
     service.operation("POST", "/episodes/validate", episodes.validate_environment)
-
-
-class _Counts:
-    """What was done since the start."""
-
-    def __init__(self, service: Service) -> None:
-        self.executions = service.gauge("executions", "Programs run by /execute since the start")
-        self._completions = service.gauge("completions", "Completions graded since the start")
-        self._missing = service.gauge(
-            "missing_rewards", "Completions whose reward is missing since the start"
-        )
-        labels = ["verdict", "cached"]
-        self._parts = Counter(
-            "hone_reward_parts",
-            "What graders said of completions",
-            labels,
-            registry=service.registry,
-        )
-
-    def add(self, score: Score) -> None:
-        self._completions.inc()
-        self._missing.inc(score.value is None)
-        for part in score.parts.values():
-            self._parts.labels(part.verdict, str(part.cached).lower()).inc()

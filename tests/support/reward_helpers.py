@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from services.reward import graders
 from services.reward.grading import registry
@@ -22,6 +22,8 @@ from shared.settings import Settings
 from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
 
 graders.load()
+
+S = TypeVar("S", bound=Sandbox)
 
 
 class ScriptedSandbox(Sandbox):
@@ -149,15 +151,21 @@ def _user_namespace(pid: int) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def running_sandbox(num_slots: int) -> AsyncGenerator[LocalSandbox]:
-    """Yields an isolated sandbox, and finds nothing of it left at the end."""
-    sandbox = LocalSandbox(isolated=True, num_slots=num_slots)
+async def started(sandbox: S) -> AsyncGenerator[S]:
+    """Starts a sandbox, and closes it at the end."""
     await sandbox.start()
     try:
-        assert sandbox.problem() is None
         yield sandbox
     finally:  # what a failed test leaves would fail those after it
         await sandbox.close()
+
+
+@contextlib.asynccontextmanager
+async def running_sandbox(num_slots: int) -> AsyncGenerator[LocalSandbox]:
+    """Yields an isolated sandbox, and finds nothing of it left at the end."""
+    async with started(LocalSandbox(isolated=True, num_slots=num_slots)) as sandbox:
+        assert sandbox.problem() is None
+        yield sandbox
     assert processes_of(os.getpid()) == []
 
 

@@ -7,14 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.reasoning import THINK, opens_thought, prompt_end
-from services.reward.grading.registry import (
-    GradingFailed,
-    ItemGrader,
-    Params,
-    grader,
-    right_or_wrong,
-)
+from services.reward.grading.registry import ItemGrader, Params, grader, right_or_wrong
 from shared.wire import Part, ScoreItem
 
 

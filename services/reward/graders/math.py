@@ -28,15 +28,9 @@ from services.reward.grading.answers.final import (
 )
 from services.reward.grading.answers.numbers import decimal_comma, number
 from services.reward.grading.answers.text import clean, key, split
+from services.reward.grading.failures import wrong_row
 from services.reward.grading.limited.pool import Call
-from services.reward.grading.registry import (
-    Column,
-    ItemGrader,
-    Params,
-    grader,
-    right_or_wrong,
-    wrong_row,
-)
+from services.reward.grading.registry import Column, ItemGrader, Params, grader, right_or_wrong
 from shared.wire import Part, ScoreItem
 
 MAX_ANSWER_CHARS = 2000

@@ -22,14 +22,8 @@ from pydantic import Field, field_validator
 
 from services.reward.grading import registry
 from services.reward.grading.expressions import Evaluator, parse_expression
-from services.reward.grading.registry import (
-    Grader,
-    GraderTools,
-    GradingFailed,
-    ItemGrader,
-    Params,
-    grader,
-)
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import Grader, GraderTools, ItemGrader, Params, grader
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.grading.registry import (
     Grader,
     GraderTools,
-    GradingFailed,
     ItemGrader,
     Params,
     grader,

@@ -21,15 +21,9 @@ from pydantic import Field
 from services.reward.grading.answers.final import tagged
 from services.reward.grading.codec import same
 from services.reward.grading.expressions import arithmetic
+from services.reward.grading.failures import wrong_row
 from services.reward.grading.programs import KEEP_CHARS, fault, program_of
-from services.reward.grading.registry import (
-    Column,
-    ItemGrader,
-    Params,
-    grader,
-    right_or_wrong,
-    wrong_row,
-)
+from services.reward.grading.registry import Column, ItemGrader, Params, grader, right_or_wrong
 from shared.wire import ExecuteRequest, Part, ScoreItem
 
 MAX_EXPRESSION_CHARS = 1000

@@ -16,7 +16,8 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.registry import Column, Grader, GraderTools, Params, grader, wrong_row
+from services.reward.grading.failures import wrong_row
+from services.reward.grading.registry import Column, Grader, GraderTools, Params, grader
 from services.reward.job_code import inside_reasoning_gym
 from services.reward.job_code.workers import LOAD_DEADLINE_S, MAX_LATE_CALLS, JobFile
 from shared.errors import BadRequest

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from services.reward.grading import templates
+from services.reward.grading.failures import wrong_row
 from services.reward.grading.limited.pool import Call, NoValue
 from services.reward.grading.limited.texts import has_words
 from services.reward.grading.registry import (
@@ -22,7 +23,6 @@ from services.reward.grading.registry import (
     Params,
     grader,
     right_or_wrong,
-    wrong_row,
 )
 from shared.errors import BadRequest
 from shared.job import RewardSpec

@@ -19,13 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.reward.grading import registry
-from services.reward.grading.failures import ErrorName
-from services.reward.grading.registry import (
-    Grader,
-    GraderTools,
-    GradingFailed,
-    in_thread_if_long,
-)
+from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.grading.registry import Grader, GraderTools, in_thread_if_long
 from services.reward.sandbox.base import asking, waiting
 from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger

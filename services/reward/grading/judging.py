@@ -33,7 +33,8 @@ from weakref import WeakValueDictionary
 from pydantic import Field
 
 from services.reward.grading import templates
-from services.reward.grading.registry import GraderTools, GradingFailed, ItemGrader, Params
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import GraderTools, ItemGrader, Params
 from shared.errors import BadRequest
 from shared.host.logs import get_logger
 from shared.job import RewardSpec

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.failures import GradingFailed
 from shared.wire import Execution, Verdict
 
 KEEP_CHARS = 1000

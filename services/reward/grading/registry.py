@@ -28,7 +28,6 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
-from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
 from services.reward.grading.limited.pool import LimitedPool, NoValue
 from services.reward.grading.reasoning import strip_reasoning
 from services.reward.job_code.functions import FunctionWorkers
@@ -39,25 +38,6 @@ from shared.explain import closest, nearest, sentences
 from shared.job import RewardSpec
 from shared.settings import Settings
 from shared.wire import GraderInfo, Part, ScoreItem
-
-__all__ = [
-    "Column",
-    "ErrorName",
-    "Grader",
-    "GraderTools",
-    "GradingFailed",
-    "ItemGrader",
-    "Params",
-    "bind",
-    "grader",
-    "infos",
-    "kind_of",
-    "no_column",
-    "reference_text",
-    "right_or_wrong",
-    "wrong_row",
-]
-
 
 LONG_CHARS = 10_000
 """Completions of so many characters are read in a thread: 260,000 take up to 0.1 s."""

@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
 from services.reward.grading.calling import Caller, Callers, run_all
-from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import Grader, GraderTools
 from shared.errors import BadRequest, Busy, Failed
 from shared.job import RewardSpec
 from shared.wire import (
@@ -74,7 +75,7 @@ class Scorer:
         columns = sorted(set.intersection(*(set(prompt.row) for prompt in prompts)))
         with self._admission.of(2 * len(prompts)):
             async with self._checked(rewards, columns, None) as callers:
-                return await try_rewards(callers, prompts)
+                return tuple(await asyncio.gather(*(_tried(one, prompts) for one in callers)))
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Returns one score per item, in order. A completion that the sampler marked as failed has
@@ -210,25 +211,14 @@ def _columns(items: Sequence[ScoreItem]) -> list[str]:
     return sorted(set.intersection(*rows) | given) if rows else []
 
 
-async def try_rewards(
-    callers: Sequence[Caller], prompts: Sequence[Prompt]
-) -> tuple[TriedReward, ...]:
-    """Returns what each reward gives, in order."""
-    return tuple(await asyncio.gather(*(_tried(caller, prompts) for caller in callers)))
-
-
 async def _tried(caller: Caller, prompts: Sequence[Prompt]) -> TriedReward:
     grader = caller.grader
-    label, costs = grader.spec.label, grader.asks_models
-    if costs:
+    label = grader.spec.label
+    if grader.asks_models:
         return TriedReward(reward=label, why="it asks a language model, which costs")
-    references = {prompt.index: _reference(grader, prompt.row) for prompt in prompts}
+    references = [(prompt, _reference(grader, prompt.row)) for prompt in prompts]
     empty = [_item(prompt, "") for prompt in prompts]
-    right = [
-        _item(prompt, reference)
-        for prompt in prompts
-        if (reference := references[prompt.index]) is not None
-    ]
+    right = [_item(prompt, text) for prompt, text in references if text is not None]
     parts = await caller.grade([*empty, *right])
     of_empty, of_right = parts[: len(empty)], parts[len(empty) :]
     return TriedReward(

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from services.reward.grading.registry import no_column, wrong_row
+from services.reward.grading.failures import wrong_row
+from services.reward.grading.registry import no_column
 from shared.errors import BadRequest
 from shared.wire import ScoreItem
 

@@ -26,6 +26,7 @@ from services.reward.sandbox.on_modal import ModalSandbox
 from shared.errors import BadRequest, Failed
 from shared.settings import Settings, load_settings
 from shared.wire import ExecuteRequest, Execution
+from tests.support.reward_helpers import started
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,20 +58,12 @@ def test_a_package_brings_what_it_requires_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("kind", ["local", "unsafe"])
 async def test_graded_code_imports_the_packages_of_the_setting(kind: Any) -> None:
-    sandbox = sandbox_of(
-        Settings(sandbox=kind, sandbox_slots=1, sandbox_packages=("numpy", "mpmath"))
-    )
-    await sandbox.start()
-    try:
-        code = "import sys\nwarm = 'numpy' in sys.modules\nimport numpy, mpmath"
-        ended = await sandbox.execute(
-            ExecuteRequest(
-                code=code, expression="[warm, int(numpy.arange(5).sum()), str(mpmath.mpf(2))]"
-            )
-        )
+    settings = Settings(sandbox=kind, sandbox_slots=1, sandbox_packages=("numpy", "mpmath"))
+    code = "import sys\nwarm = 'numpy' in sys.modules\nimport numpy, mpmath"
+    value = "[warm, int(numpy.arange(5).sum()), str(mpmath.mpf(2))]"
+    async with started(sandbox_of(settings)) as sandbox:
+        ended = await sandbox.execute(ExecuteRequest(code=code, expression=value))
         other = await sandbox.execute(ExecuteRequest(code="import pydantic"))
-    finally:
-        await sandbox.close()
     assert (ended.verdict, ended.value) == ("ok", [True, 10, "2.0"])
     assert other.verdict == ("runtime_error" if kind == "local" else "ok")
 
@@ -186,7 +179,7 @@ def modal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamesp
     return fake
 
 
-async def started(**settings: Any) -> ModalSandbox:
+async def on_modal_with(**settings: Any) -> ModalSandbox:
     sandbox = sandbox_of(Settings(sandbox="modal", **settings))
     assert isinstance(sandbox, ModalSandbox)
     await sandbox.start()
@@ -196,7 +189,7 @@ async def started(**settings: Any) -> ModalSandbox:
 async def test_modal_runs_each_program_in_a_container_of_its_own_with_the_network_blocked(
     modal: types.SimpleNamespace,
 ) -> None:
-    sandbox = await started(sandbox_packages=("numpy",))
+    sandbox = await on_modal_with(sandbox_packages=("numpy",))
     assert sandbox.problem() is None
     requests = [
         ExecuteRequest(
@@ -233,7 +226,7 @@ async def test_modal_runs_each_program_in_a_container_of_its_own_with_the_networ
 async def test_modals_own_failure_is_retried_and_then_a_sandbox_error(
     modal: types.SimpleNamespace,
 ) -> None:
-    sandbox = await started()
+    sandbox = await on_modal_with()
     modal.refusals = [modal.exception.Error("no capacity")]
     assert (await sandbox.execute(ExecuteRequest(expression="6 * 7"))).value == 42
     modal.refusals = [modal.exception.Error("no capacity")] * 2
@@ -267,7 +260,7 @@ async def test_modals_own_failure_is_retried_and_then_a_sandbox_error(
 async def test_what_a_program_does_to_its_own_answer_is_its_failure(
     modal: types.SimpleNamespace, told: str, verdict: str
 ) -> None:
-    sandbox = await started()
+    sandbox = await on_modal_with()
     modal.rewrite = lambda line: line if line == "began\n" else told
     assert (await sandbox.execute(ExecuteRequest(expression="1"))).verdict == verdict
 
@@ -275,7 +268,7 @@ async def test_what_a_program_does_to_its_own_answer_is_its_failure(
 async def test_a_container_that_never_begins_is_modals_failure(
     modal: types.SimpleNamespace,
 ) -> None:
-    sandbox = await started()
+    sandbox = await on_modal_with()
     modal.rewrite = lambda _: "Traceback"
     ended = await sandbox.execute(ExecuteRequest(expression="1"))
     assert ended.verdict == "sandbox_error"
@@ -290,7 +283,7 @@ async def test_a_container_lost_after_the_program_began_is_the_programs_failure(
             raise modal.exception.Error("the container ran out of memory")
         return line
 
-    sandbox = await started()
+    sandbox = await on_modal_with()
     modal.rewrite = lost
     ended = await sandbox.execute(ExecuteRequest(expression="1"))
     assert (ended.verdict, len(modal.containers)) == ("runtime_error", 3)
@@ -305,10 +298,10 @@ async def test_without_the_client_or_an_account_it_says_what_to_do(
 
     modal.App.lookup = _Aio(lookup)
     assert "Modal refuses the credentials: Token missing; run `modal token new`" in str(
-        (await started()).problem()
+        (await on_modal_with()).problem()
     )
     monkeypatch.setitem(sys.modules, "modal", None)
-    sandbox = await started()
+    sandbox = await on_modal_with()
     problem = sandbox.problem() or ""
     assert problem.startswith("HONE_SANDBOX=modal needs the Modal client: `make setup` in Hone's")
     assert "`pip install 'hone-rl[modal]'` into" in problem

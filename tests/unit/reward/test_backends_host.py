@@ -15,6 +15,7 @@ import pytest
 from services.reward.sandbox.host import MAX_PROCESSES, Group, Groups
 from services.reward.sandbox.local import SHORT_S, LocalSandbox
 from shared.wire import ExecuteRequest
+from tests.support.reward_helpers import started
 
 ROOT = Path(__file__).parents[3]
 
@@ -158,17 +159,12 @@ for _ in range(30):
         while True: pass
 time.sleep(60)
 """
-    sandbox = LocalSandbox(isolated=True, num_slots=3)
-    await sandbox.start()
-    try:
-        forks, one = await sandbox.run(
-            [
-                ExecuteRequest(code=code, cpu_s=60, timeout_s=2 * SHORT_S["timeout_s"])
-                for code in (many, "while True: pass")
-            ]
-        )
-    finally:
-        await sandbox.close()
+    requests = [
+        ExecuteRequest(code=code, cpu_s=60, timeout_s=2 * SHORT_S["timeout_s"])
+        for code in (many, "while True: pass")
+    ]
+    async with started(LocalSandbox(isolated=True, num_slots=3)) as sandbox:
+        forks, one = await sandbox.run(requests)
     # It has one core at most, of which two are shared by the 30: a 30th of that before.
     assert one.cpu_s > forks.cpu_s / 10
 
@@ -177,10 +173,7 @@ time.sleep(60)
 async def test_a_program_and_its_children_share_one_bound_of_memory_and_of_cpu_time() -> None:
     if Groups.find().problem:
         pytest.skip(f"no control groups here: {Groups.find().problem}")
-    sandbox = LocalSandbox(isolated=True, num_slots=1)
-    await sandbox.start()
-    try:
-        eaters = """
+    eaters = """
 import os, time
 for _ in range(10):
     if os.fork() == 0:
@@ -191,6 +184,7 @@ killed = 0
 while killed < 6:  # 192 MiB are three times 60
     killed += os.WIFSIGNALED(os.wait()[1])
 """
+    async with started(LocalSandbox(isolated=True, num_slots=1)) as sandbox:
         ended = await sandbox.execute(
             ExecuteRequest(code=eaters, expression="killed", memory_mib=64)
         )
@@ -203,17 +197,13 @@ while killed < 6:  # 192 MiB are three times 60
         assert ended.verdict == "time_limit"
         assert ended.cpu_s >= 1  # of all eight, of which the first had used an eighth
         assert (await sandbox.execute(ExecuteRequest(expression="6 * 7"))).value == 42
-    finally:
-        await sandbox.close()
 
 
 async def test_without_control_groups_everything_else_still_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Groups, "make", lambda _: None)
-    sandbox = LocalSandbox(isolated=True, num_slots=1)
-    await sandbox.start()
-    try:
+    async with started(LocalSandbox(isolated=True, num_slots=1)) as sandbox:
         assert sandbox.problem() is None
         requests = [
             ExecuteRequest(code="while True: pass", cpu_s=0.3),
@@ -224,8 +214,6 @@ async def test_without_control_groups_everything_else_still_holds(
             ExecuteRequest(expression="6 * 7"),
         ]
         ended = await sandbox.run(requests)
-    finally:
-        await sandbox.close()
     assert [run.verdict for run in ended] == ["time_limit", "memory_limit", "time_limit", "ok"]
     assert 0.3 <= ended[0].cpu_s < 0.6
 

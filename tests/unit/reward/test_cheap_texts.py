@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from tests.support.reward_helpers import grade
 

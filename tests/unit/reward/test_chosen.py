@@ -9,7 +9,8 @@ import pytest
 
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller, with_failures_graded
-from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import Grader, GraderTools
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 

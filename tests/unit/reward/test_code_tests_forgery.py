@@ -1,24 +1,35 @@
-"""Programs that solve nothing and want the reward: against each way of testing, in the real
-sandbox. None gets it.
-
-`tests/support/forgeries.py` has the programs.
-"""
+"""Programs that solve nothing and want the reward (`tests/support/forgeries.py`), and mutants of
+them, against each way of testing, in the real sandbox: each earns 0, and none is missing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.failures import GradingFailed
 from services.reward.sandbox.local import LocalSandbox
 from shared.wire import Part
 from tests.support import reward_helpers
-from tests.support.forgeries import HACKS, HASTY, LOOP, PARAMS, RIGHT, WAYS, program_for
+from tests.support.forgeries import (
+    HACKS,
+    HARMLESS,
+    HASTY,
+    LOOP,
+    NO_RESULT,
+    PARAMS,
+    RIGHT,
+    SWALLOWED,
+    WAYS,
+    claims,
+    exhausting,
+    mutants,
+    program_for,
+)
 
-SLOTS = 4
+SLOTS = 6
 
 SIMILAR = ("a check", "proxied in a map", "proxied asserts", "proxied with errors")
 """Ways of testing that are as others are; mutants of all tricks are tried on them too."""
@@ -172,3 +183,102 @@ async def test_rows_without_usable_tests_have_no_reward_and_say_so(sandbox: Loca
                 row,
                 **params,
             )
+
+
+Forgery = tuple[str, dict[str, Any], dict[str, Any], str]
+"""Its name, params, row and program."""
+
+
+def over_ways(programs: Iterable[tuple[str, str]]) -> list[Forgery]:
+    """Returns each program as a forgery of one way of testing, all ways taking turns."""
+    forgeries: list[Forgery] = []
+    for number, (name, program) in enumerate(programs):
+        way = list(WAYS)[number % len(WAYS)]
+        forgeries.append((f"{name} | {way}", *WAYS[way], program_for(way, program)))
+    return forgeries
+
+
+async def graded(sandbox: LocalSandbox, forgery: Forgery, **limits: float) -> Part | GradingFailed:
+    _, params, row, program = forgery
+    try:
+        return await grade(sandbox, program, row, **limits | params)
+    except GradingFailed as error:
+        return error
+
+
+async def earning(sandbox: LocalSandbox, forgeries: list[Forgery]) -> dict[str, Any]:
+    """Returns the forgeries that earn anything but 0, all graded at once."""
+    parts = await asyncio.gather(*(graded(sandbox, forgery, **HASTY) for forgery in forgeries))
+    return {
+        forgery[0]: part
+        for forgery, part in zip(forgeries, parts, strict=True)
+        if not isinstance(part, Part) or part.value != 0.0 or part.verdict in ("ok", "error")
+    }
+
+
+async def test_two_hundred_mutants_of_known_tricks_earn_nothing(sandbox: LocalSandbox) -> None:
+    some = [*mutants()][::7]
+    assert len({program for _, program in some}) == len(some) >= 200
+    assert await earning(sandbox, over_ways(some)) == {}
+
+
+@pytest.mark.soak
+async def test_no_mutant_earns_anything(sandbox: LocalSandbox) -> None:
+    assert await earning(sandbox, over_ways(mutants())) == {}
+
+
+async def test_no_program_says_itself_what_its_calls_came_to(sandbox: LocalSandbox) -> None:
+    forgeries = [
+        (f"{name} | {way}", *WAYS[way], program_for(way, program))
+        for name, program in claims()
+        for way in ("asserts", "proxied", "proxied asserts", "proxied with a tolerance")
+    ]
+    assert await earning(sandbox, forgeries) == {}
+
+
+async def test_what_ends_a_call_ends_the_tests_whatever_they_swallow(sandbox: LocalSandbox) -> None:
+    forgeries: list[Forgery] = [
+        (f"{value} | {way}", {"entry_point": "name"}, {"tests": tests, "name": "add"}, program)
+        for way, tests in SWALLOWED.items()
+        for value, program in NO_RESULT.items()
+    ]
+    assert len(forgeries) == 60
+    assert await earning(sandbox, forgeries) == {}
+
+
+async def test_tests_that_run_out_over_a_programs_value_are_its_fault(
+    sandbox: LocalSandbox,
+) -> None:
+    """Every test with one of the values, and every value with some of the tests."""
+    forgeries: list[Forgery] = [
+        (name, {"entry_point": "name"}, row, program) for name, row, program in exhausting()
+    ]
+    assert len(forgeries) == 44
+    some = [one for place, one in enumerate(forgeries) if place % 4 == place // 4 % 4]
+    assert len(some) == 11
+    assert await earning(sandbox, some) == {}
+
+
+@pytest.mark.soak
+async def test_all_tests_that_run_out_over_a_programs_value_are_its_fault(
+    sandbox: LocalSandbox,
+) -> None:
+    forgeries: list[Forgery] = [
+        (name, {"entry_point": "name"}, row, program) for name, row, program in exhausting()
+    ]
+    assert await earning(sandbox, forgeries) == {}
+
+
+@pytest.mark.parametrize("change", ["", *HARMLESS])
+async def test_right_programs_earn_1_whatever_they_look_like(
+    sandbox: LocalSandbox, change: str
+) -> None:
+    program = HARMLESS[change](RIGHT) if change else RIGHT
+    ways = {way: (way, *WAYS[way], program_for(way, program)) for way in WAYS} | {
+        way: (way, {"entry_point": "name"}, {"tests": tests, "name": "add"}, program)
+        for way, tests in SWALLOWED.items()
+    }
+    parts = await asyncio.gather(*(graded(sandbox, forgery) for forgery in ways.values()))
+    assert dict(zip(ways, [getattr(part, "value", part) for part in parts], strict=True)) == (
+        dict.fromkeys(ways, 1.0)
+    )

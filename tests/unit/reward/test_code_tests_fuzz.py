@@ -15,8 +15,9 @@ from services.reward.graders.code_tests import candidate
 from services.reward.graders.code_tests.tests import read
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.programs import program_of, programs_in
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import ScoreItem
 from tests.support.texts import HUGE_CHARS, texts

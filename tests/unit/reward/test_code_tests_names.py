@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from services.reward.graders.code_tests.tests import read
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.programs import program_of
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.registry import GraderTools
 from services.reward.grading.scoring import Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec

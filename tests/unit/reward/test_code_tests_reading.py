@@ -28,8 +28,8 @@ from services.reward.grading.codec import (
     encode,
     same,
 )
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
-from services.reward.grading.registry import GradingFailed
 
 
 def told(test: str, *results: str, is_strict: bool = False, imports: str = "") -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.reward.graders.code_tests.tests import read, recognized
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.scoring import Scorer
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest

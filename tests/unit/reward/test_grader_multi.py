@@ -8,7 +8,8 @@ import pytest
 
 from services.reward.graders.multi import FormulaError, parse
 from services.reward.grading import registry
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, ScoreItem

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry, templates
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.limited.texts import similarity
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem

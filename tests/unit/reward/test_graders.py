@@ -10,7 +10,8 @@ import pytest
 
 from services.reward import graders
 from services.reward.grading import registry
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import ScoreItem
@@ -30,43 +31,24 @@ async def values(
     return [part.value for part in parts]
 
 
-async def test_length_step_is_one_inside_the_range_and_zero_outside(
-    scripted_tools: GraderTools,
+LINEAR = {"min": 10, "max": 20, "shape": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("params", "earned"),
+    [
+        ({"min": 2, "max": 4}, {"a": 0.0, "ab": 1.0, "abc": 1.0, "abcd": 1.0, "abcde": 0.0}),
+        (LINEAR, {"": 0.0, "a" * 5: 0.5, "a" * 10: 1.0, "a" * 20: 1.0}),
+        (LINEAR, {"a" * 25: 0.75, "a" * 40: 0.0, "a" * 50: 0.0}),
+        ({"target": 4}, {"abc": 0.0, "abcd": 1.0, "abcde": 0.0}),
+        ({"target": 4, "shape": "linear"}, {"abc": 0.75, "abcde": 0.75}),
+        ({"target": 3}, {"äöü": 1.0}),  # characters, not bytes
+    ],
+)
+async def test_length_gives_1_inside_its_range_and_outside_what_its_shape_says(
+    scripted_tools: GraderTools, params: dict[str, Any], earned: dict[str, float]
 ) -> None:
-    texts = ["a", "ab", "abc", "abcd", "abcde"]
-    assert await values(scripted_tools, "length", texts, {"min": 2, "max": 4}) == [
-        0.0,
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-    ]
-
-
-async def test_length_linear_falls_to_zero_at_nothing_and_at_twice_the_most(
-    scripted_tools: GraderTools,
-) -> None:
-    texts = ["", "a" * 5, "a" * 10, "a" * 20, "a" * 25, "a" * 40, "a" * 50]
-    wanted = [0.0, 0.5, 1.0, 1.0, 0.75, 0.0, 0.0]
-    assert (
-        await values(scripted_tools, "length", texts, {"min": 10, "max": 20, "shape": "linear"})
-        == wanted
-    )
-
-
-async def test_length_target_is_the_only_right_length(scripted_tools: GraderTools) -> None:
-    assert await values(scripted_tools, "length", ["abc", "abcd", "abcde"], {"target": 4}) == [
-        0.0,
-        1.0,
-        0.0,
-    ]
-    assert await values(
-        scripted_tools, "length", ["abc", "abcde"], {"target": 4, "shape": "linear"}
-    ) == [0.75, 0.75]
-
-
-async def test_length_counts_characters_not_bytes(scripted_tools: GraderTools) -> None:
-    assert await values(scripted_tools, "length", ["äöü"], {"target": 3}) == [1.0]
+    assert await values(scripted_tools, "length", [*earned], params) == [*earned.values()]
 
 
 @pytest.mark.parametrize("params", [{}, {"target": 3, "min": 1}, {"min": 5, "max": 4}])

@@ -20,7 +20,8 @@ from fastapi.responses import JSONResponse
 
 from services.reward.grading import judging as replies
 from services.reward.grading import registry
-from services.reward.grading.registry import Grader, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import Grader
 from services.reward.grading.scoring import run_answer
 from shared.errors import BadRequest
 from shared.job import RewardSpec

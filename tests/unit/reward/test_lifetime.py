@@ -1,11 +1,11 @@
-"""The reward service as a process: how it starts, how it refuses to, and that nothing of it is left
-after any kind of end."""
+"""The reward service as a process: how it starts, how it refuses to, that nothing of it is left
+after any kind of end, and that a batch in which it was killed is graded once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,8 +19,11 @@ from typing import Any
 
 import pytest
 
+from shared.http.client import Client
+from shared.job import RewardSpec
+from shared.wire import ScoreItem, ScoreRequest, ScoreResult
 from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
-from tests.support.reward_service import ROOT, RunningService, running_service
+from tests.support.reward_service import ROOT, RunningService, free_port, running_service
 
 pytestmark = pytest.mark.slow
 
@@ -127,23 +130,6 @@ def test_a_misspelt_setting_is_one_sentence_and_code_2() -> None:
     )
 
 
-@pytest.mark.skipif(
-    shutil.which("unshare") is None,
-    reason="needs util-linux's unshare to make a host without user namespaces",
-)
-def test_a_host_without_user_namespaces_is_refused_by_the_name_of_the_call() -> None:
-    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
-    prefix = ("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
-    with running_service(prefix=prefix, until="/healthz") as running:
-        refused = running.post("/execute", {"code": "print(1)"})
-        assert refused["status"] == 500
-        assert (
-            "cannot isolate model-written code: unshare(user, mount, network, IPC, UTS and pid "
-            "namespaces)" in refused["detail"]
-        )
-        assert "HONE_SANDBOX=unsafe" in refused["detail"]
-
-
 AS_NOBODY = """
 import asyncio, json, os, sys
 sys.path[:0] = [{root!r}, {packages!r}]
@@ -214,3 +200,52 @@ def test_a_slot_killed_before_it_has_its_namespaces_leaves_no_process() -> None:
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL
+
+
+NUM_ITEMS = 24
+
+OWN = """
+import hone
+class Runs(hone.Reward):
+    def score_batch(self, prompts, completions, target):
+        programs = [{"code": c, "expression": c.splitlines()[-1]} for c in completions]
+        runs = self.execute_batch_in_sandbox(programs)
+        return [float(run.value == t) for run, t in zip(runs, target)]
+"""
+
+
+async def test_a_batch_is_graded_once_although_the_service_is_killed_in_it(tmp_path: Path) -> None:
+    port = free_port()
+    programs = RewardSpec(grader="python_value", params={"timeout_s": 10.0})
+    items = tuple(
+        ScoreItem(
+            prompt="", completion=f"import time\ntime.sleep(0.05)\n{number}", row={"target": number}
+        )
+        for number in range(NUM_ITEMS)
+    )
+    request = ScoreRequest(
+        items=items, rewards=(programs, RewardSpec(file="own.py", function="Runs", source=OWN))
+    )
+    async with Client("reward", f"http://127.0.0.1:{port}") as client:
+        with running_service(port, HONE_SANDBOX_SLOTS="2", TMPDIR=str(tmp_path)) as first:
+            asked = asyncio.create_task(
+                client.call("POST", "/score", request, ScoreResult, deadline_s=200, key="batch")
+            )
+            await asyncio.sleep(0.5)
+            assert not asked.done(), "the batch is under way"
+            namespaces = (
+                user_namespaces_of(processes_of(first.process.pid))
+                - user_namespaces_of([os.getpid()])
+                - {None}
+            )
+            first.process.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(first.process.wait)
+            for _ in range(100):
+                await asyncio.sleep(0.1 if processes_in(namespaces) else 0)
+            assert processes_in(namespaces) == []
+        with running_service(port, HONE_SANDBOX_SLOTS="2", TMPDIR=str(tmp_path)) as second:
+            result = await asked
+            metrics = second.get("/metrics")
+    assert [score.value for score in result.scores] == [2.0] * NUM_ITEMS
+    assert f"hone_reward_completions {NUM_ITEMS}.0" in metrics
+    assert list(tmp_path.iterdir()) == []

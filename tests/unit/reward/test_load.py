@@ -1,5 +1,6 @@
 """The sandbox under load and over time: each verdict right with hostile neighbours, nothing that
-grows, and kills in the middle."""
+grows, kills in the middle, and no program that chooses that its reward is missing: whatever a
+generated one does to itself, its end is its own."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import json
 import os
 import random
 import signal
-import time
+import textwrap
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,8 +25,9 @@ import pytest_asyncio
 from services.reward.sandbox.host import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import Failed
-from shared.wire import ExecuteRequest, Execution
-from tests.support.reward_helpers import processes_of, running_sandbox
+from shared.wire import ExecuteRequest, Part
+from tests.support.program_family import program
+from tests.support.reward_helpers import grade, processes_of, running_sandbox
 
 pytestmark = pytest.mark.slow
 
@@ -269,23 +273,49 @@ async def test_closing_with_programs_running_ends_them_and_starts_nothing_again(
     assert processes_of(os.getpid()) == before
 
 
-async def test_sleepers_at_their_limit_do_not_keep_short_jobs_from_the_other_slots(
+LIMITS = {"cpu_s": 0.1, "timeout_s": 0.5, "memory_mib": 64}
+LOOP = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x + 2\n"
+
+
+async def endings(sandbox: LocalSandbox, programs: list[str]) -> Counter[str]:
+    """Returns how often each verdict came, after showing that none is the sandbox's fault and that
+    the slots still are right."""
+    requests = [ExecuteRequest(code=code, expression="15", **LIMITS) for code in programs]
+    ended = dict(zip(programs, await sandbox.run(requests), strict=True))
+    assert {code: end for code, end in ended.items() if end.verdict == "sandbox_error"} == {}
+    after = [ExecuteRequest(expression=f"{number} + 1") for number in range(8)]
+    assert [end.value for end in await sandbox.run(after)] == list(range(1, 9))
+    return Counter(end.verdict for end in ended.values())
+
+
+async def test_no_program_of_a_family_chooses_that_it_is_missing(sandbox: LocalSandbox) -> None:
+    programs = [program(Random(f"fast {number}")) for number in range(60)]
+    verdicts = await endings(sandbox, programs)
+    assert verdicts["runtime_error"] and verdicts["time_limit"]
+
+
+async def test_no_program_of_a_family_leaves_a_grader_without_a_value(
     sandbox: LocalSandbox,
 ) -> None:
-    sleepers = [
-        asyncio.create_task(
-            sandbox.execute(ExecuteRequest(code="import time; time.sleep(60)", timeout_s=5))
-        )
-        for _ in range(7)
-    ]
-    await asyncio.sleep(0.2)
-    start = time.monotonic()
-    ended: list[Execution] = [
-        await sandbox.execute(ExecuteRequest(expression=f"{n}")) for n in range(20)
-    ]
-    took_s = time.monotonic() - start
-    assert [run.value for run in ended] == list(range(20))
-    assert took_s < 4
-    for sleeper in sleepers:
-        sleeper.cancel()
-    await asyncio.gather(*sleepers, return_exceptions=True)
+    async def graded(code: str, grader: str, row: dict[str, object], **params: object) -> Part:
+        return await grade(sandbox, code, row, grader, **LIMITS | params)
+
+    looped = {"style": "check", "entry_point": "name"}
+    work = []
+    for number in range(8):
+        code = program(Random(f"graded {number}"))
+        inside = f"def f(x):\n{textwrap.indent(code, '    ')}\n    return x + 2\n"
+        for tested in (f"{code}\ndef f(x): return x + 2", inside):
+            work.append(graded(tested, "code_tests", {"tests": ["assert f(1) == 3"]}))
+            work.append(graded(tested, "code_tests", {"tests": LOOP, "name": "f"}, **looped))
+        work.append(graded(f"{code}\n15", "python_value", {"target": 15}))
+    parts = await asyncio.gather(*work)
+    assert [part for part in parts if part.value is None] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(10))
+async def test_no_program_of_a_large_family_chooses_that_it_is_missing(
+    sandbox: LocalSandbox, part: int
+) -> None:
+    await endings(sandbox, [program(Random(f"{part} {number}")) for number in range(1000)])

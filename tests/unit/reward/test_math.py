@@ -12,7 +12,8 @@ from services.reward.grading import registry
 from services.reward.grading.answers.comparing import VETOES, quick
 from services.reward.grading.answers.final import marked_answer, stated_number, without_markdown
 from services.reward.grading.answers.numbers import equal, number
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem

@@ -3,6 +3,7 @@ becomes a reward."""
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 
 from services.reward.graders.python_value import breach
-from services.reward.grading import registry
+from services.reward.grading import expressions, registry
 from services.reward.grading.calling import Caller
 from services.reward.grading.codec import same
+from services.reward.grading.failures import GradingFailed
 from services.reward.grading.programs import program_of
-from services.reward.grading.registry import GraderTools, GradingFailed
+from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, scripted, tools_of
@@ -360,3 +362,18 @@ async def test_a_row_without_a_target_grades_nothing(scripted_tools: GraderTools
         await grader.grade([ScoreItem(prompt="", completion="print()", row={"target": None})])
     with pytest.raises(GradingFailed, match="column 'target' is None"):
         await grader.check_row({})
+
+
+def test_no_two_threads_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    parse = ast.parse
+
+    def noting(*args: Any, **kwargs: Any) -> ast.AST:
+        held.append(expressions._PARSING.locked())  # pyright: ignore[reportPrivateUsage]
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(ast, "parse", noting)
+    expressions.parse_program("x = 1")
+    assert isinstance(expressions.parse_expression("1 + 2"), ast.BinOp)
+    assert held == [True, True]
+    assert not expressions._PARSING.locked()  # pyright: ignore[reportPrivateUsage]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.graders.reasoning_gym import reference_of
 from services.reward.grading import registry
@@ -18,7 +17,9 @@ from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
-from tests.support.reward_helpers import running_sandbox, tools_of
+from tests.support.reward_helpers import tools_of
+
+SLOTS = 1
 
 FEW = ("chain_sum", "spiral_matrix", "countdown", "word_sorting", "graph_color")
 """Of each way to grade: text, `eval`, sympy, a configuration with an enum, no single answer."""
@@ -33,12 +34,6 @@ TRUE_FOR_ANY_TEXT = {"game_of_life_halting"}
 @pytest.fixture
 def package() -> Iterator[Any]:
     yield pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(1) as sandbox:
-        yield sandbox
 
 
 def entry_of(package: Any, task: str, index: int = 0, **options: Any) -> str:

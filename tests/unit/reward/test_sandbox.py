@@ -17,7 +17,7 @@ from services.reward.sandbox.local import LocalSandbox, is_long
 from services.reward.sandbox.slots import STOP_DEADLINE_S, Slot
 from services.reward.sandbox.verdicts import ProgramExit
 from shared.wire import ExecuteRequest, Execution
-from tests.support.reward_helpers import is_alive, kill, processes_of
+from tests.support.reward_helpers import is_alive, kill, processes_of, started
 
 SLOTS = 1
 
@@ -48,7 +48,9 @@ time.sleep({seconds})
 """Runs as one process more than a slot has when it is idle."""
 
 
-def started(sandbox: LocalSandbox, seconds: float, **limits: Any) -> asyncio.Task[Execution]:
+def visibly_running(
+    sandbox: LocalSandbox, seconds: float, **limits: Any
+) -> asyncio.Task[Execution]:
     """Starts a visible program that has its own limits at once: it is run once and not twice."""
     context = contextvars.copy_context()
     context.run(is_long.set, True)
@@ -162,27 +164,17 @@ async def test_frames_and_memory_hold_no_other_job(sandbox: LocalSandbox) -> Non
 async def test_the_environment_and_the_stack_hold_no_secret(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.environ["HONE_TEST_MARKER"] = "marker-of-the-service"
-    try:
-        other = LocalSandbox(isolated=True, num_slots=1)
-        await other.start()
-        code = """
+    monkeypatch.setenv("HONE_TEST_MARKER", "marker-of-the-service")
+    code = """
 import ctypes, os
 libc = ctypes.CDLL(None)
 libc.getauxval.restype = ctypes.c_ulong
 start = libc.getauxval(31) - 2000
 stack = ctypes.string_at(start, 2000)
 """
-        ended = await other.execute(
-            ExecuteRequest(
-                code=code,
-                expression="[b'marker-of' in stack, b'PYTHONHASHSEED' in stack, "
-                "sorted(os.environ)]",
-            )
-        )
-        await other.close()
-    finally:
-        del os.environ["HONE_TEST_MARKER"]
+    seen = "[b'marker-of' in stack, b'PYTHONHASHSEED' in stack, sorted(os.environ)]"
+    async with started(LocalSandbox(isolated=True, num_slots=1)) as other:
+        ended = await run(other, code, seen)
     assert ended.value == [
         False,
         True,
@@ -236,29 +228,19 @@ async def test_unsafe_ends_what_a_program_leaves_running_and_removes_its_folder(
     await killed.wait()
     of_a_killed_service = Path(f"/tmp/hone-unsafe-{killed.pid}-x")
     of_a_killed_service.mkdir()
-    unsafe = LocalSandbox(isolated=False, num_slots=1)
-    await unsafe.start()
-    assert not of_a_killed_service.exists()
-    try:
+    async with started(LocalSandbox(isolated=False, num_slots=1)) as unsafe:
+        assert not of_a_killed_service.exists()
         code = "import os, subprocess; sleeping = subprocess.Popen(['/bin/sleep', '60'])"
-        ended = await unsafe.execute(
-            ExecuteRequest(code=code, expression="[sleeping.pid, os.getcwd()]")
-        )
-    finally:
-        await unsafe.close()
+        ended = await run(unsafe, code, "[sleeping.pid, os.getcwd()]")
     assert ended.verdict == "ok"
     assert not is_alive(ended.value[0])
     assert not Path(ended.value[1]).exists()
 
 
 async def test_without_isolation_a_program_that_kills_its_slot_has_failed() -> None:
-    unsafe = LocalSandbox(isolated=False, num_slots=1)
-    await unsafe.start()
-    try:
-        ended = await unsafe.execute(ExecuteRequest(code="import os; os.kill(os.getppid(), 9)"))
-        after = await unsafe.execute(ExecuteRequest(expression="6 * 7"))
-    finally:
-        await unsafe.close()
+    async with started(LocalSandbox(isolated=False, num_slots=1)) as unsafe:
+        ended = await run(unsafe, "import os; os.kill(os.getppid(), 9)")
+        after = await run(unsafe, "", "6 * 7")
     assert (ended.verdict, after.value) == ("runtime_error", 42)
 
 
@@ -279,12 +261,8 @@ async def test_the_same_program_gives_the_same_result_in_every_process(
         code="import random", expression="[random.random(), hash('x'), list({'a', 'b', 'c'})]"
     )
     first = (await sandbox.execute(request)).value
-    other = LocalSandbox(isolated=True, num_slots=1)
-    await other.start()
-    try:
+    async with started(LocalSandbox(isolated=True, num_slots=1)) as other:
         assert (await other.execute(request)).value == first
-    finally:
-        await other.close()
 
 
 async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(
@@ -298,7 +276,7 @@ async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(
 async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
     sandbox: LocalSandbox,
 ) -> None:
-    running = started(sandbox, 1)
+    running = visibly_running(sandbox, 1)
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     kill(os.getpid())
     assert ((await running).verdict, (await running).value) == ("ok", 7)
@@ -308,7 +286,7 @@ async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
 async def test_a_program_killed_from_outside_is_run_again_and_its_slot_lives_on(
     sandbox: LocalSandbox,
 ) -> None:
-    running = started(sandbox, 1)
+    running = visibly_running(sandbox, 1)
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     slot, program = processes_of(os.getpid())[1:3]
     os.kill(program, signal.SIGKILL)
@@ -368,7 +346,7 @@ async def test_no_clock_runs_while_a_program_waits_for_its_input(sandbox: LocalS
 
 
 async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
-    running = started(sandbox, 5, timeout_s=10, idle_s=10)
+    running = visibly_running(sandbox, 5, timeout_s=10, idle_s=10)
     for _ in range(2):
         await until_processes_are(PROCESSES_PER_SLOT + 1)
         killed = set(processes_of(os.getpid()))

@@ -104,22 +104,31 @@ def filter_of(profile: dict[str, Any]) -> bytes:
     return b"".join([*program, instruction(0x06, 0x00050000 | profile["defaultErrnoRet"])])
 
 
-def run(command: list[str], **user: Any) -> subprocess.CompletedProcess[str]:
+def run(python: str, script: str, **user: Any) -> subprocess.CompletedProcess[str]:
+    command = [python, "-B", "-c", script]
     return subprocess.run(
         command, cwd="/", env={}, capture_output=True, text=True, timeout=120, check=False, **user
     )
 
 
+def service_under(profile: dict[str, Any], kept: list[int]) -> str:
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    program = filter_of(profile).hex()
+    return SERVICE.format(root=str(ROOT), paths=paths, kept=kept, program=program)
+
+
+ALLOWED = {
+    name
+    for rule in PROFILE["syscalls"]
+    if rule["action"] == "SCMP_ACT_ALLOW"
+    for name in rule["names"]
+}
+
+
 def test_the_profile_allows_what_the_sandbox_allows_and_what_builds_it() -> None:
-    allowed = {
-        name
-        for rule in PROFILE["syscalls"]
-        if rule["action"] == "SCMP_ACT_ALLOW"
-        for name in rule["names"]
-    }
     assert (
         set(isolation.numbers("x86_64")) | set(isolation.numbers("aarch64")) | BUILDING | {"clone"}
-        <= allowed
+        <= ALLOWED
     )
     assert set(PROFILE["syscalls"][3]["names"]) >= BUILDING and len(
         PROFILE["syscalls"][3]["names"]
@@ -127,12 +136,6 @@ def test_the_profile_allows_what_the_sandbox_allows_and_what_builds_it() -> None
 
 
 def test_the_profile_refuses_what_no_part_of_the_service_needs() -> None:
-    allowed = {
-        name
-        for rule in PROFILE["syscalls"]
-        if rule["action"] == "SCMP_ACT_ALLOW"
-        for name in rule["names"]
-    }
     dangerous = """
     bpf perf_event_open keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter
     init_module finit_module delete_module kexec_load kexec_file_load ptrace process_vm_readv
@@ -142,7 +145,7 @@ def test_the_profile_refuses_what_no_part_of_the_service_needs() -> None:
     vhangup nfsservctl lookup_dcookie uselib clone3 umount setns
     """
     assert PROFILE["defaultAction"] == "SCMP_ACT_ERRNO"
-    assert allowed & set(dangerous.split()) == set()
+    assert ALLOWED & set(dangerous.split()) == set()
 
 
 @pytest.mark.skipif(
@@ -161,25 +164,13 @@ def test_the_sandbox_builds_itself_under_the_profile(capabilities: list[int]) ->
         folder.stat().st_mode & 0o001 for folder in (ROOT, *ROOT.parents)
     ):
         pytest.skip("needs an interpreter and a checkout that an ordinary user can reach")
-    paths = [path for path in sys.path if path.endswith("site-packages")]
-    script = SERVICE.format(
-        root=str(ROOT), paths=paths, kept=capabilities, program=filter_of(PROFILE).hex()
-    )
+    script = service_under(PROFILE, capabilities)
     user = (
         {} if as_root or os.geteuid() != 0 else {"user": 65534, "group": 65534, "extra_groups": []}
     )
     if user:  # the bounding set is root's to empty; an ordinary user has nothing in the others
         script = script.replace("if capability not in kept: must", "if False: must")
-    ended = subprocess.run(
-        [python, "-B", "-c", script],
-        cwd="/",
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **user,
-    )
+    ended = run(python, script, **user)
     assert ended.returncode == 0, ended.stderr
     problem, probes, results = json.loads(ended.stdout.splitlines()[-2])
     assert problem is None
@@ -194,18 +185,8 @@ def test_the_sandbox_builds_itself_under_the_profile(capabilities: list[int]) ->
 )
 def test_without_what_builds_namespaces_the_host_is_refused_by_the_name_of_the_call() -> None:
     narrow = PROFILE | {"syscalls": PROFILE["syscalls"][:3]}
-    paths = [path for path in sys.path if path.endswith("site-packages")]
     kept = DOCKERS_CAPABILITIES if os.geteuid() == 0 else list(range(41))
-    script = SERVICE.format(root=str(ROOT), paths=paths, kept=kept, program=filter_of(narrow).hex())
-    ended = subprocess.run(
-        [sys.executable, "-B", "-c", script],
-        cwd="/",
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run(sys.executable, service_under(narrow, kept))
     problem, _, _ = json.loads(ended.stdout.splitlines()[-2])
     assert (
         "unshare(user, mount, network, IPC, UTS and pid namespaces): Operation not permitted"

@@ -36,15 +36,9 @@ from services.reward.graders.code_tests.candidate import (
 )
 from services.reward.graders.code_tests.tests import Style, Tests, owner, read
 from services.reward.grading.expressions import parse_program
+from services.reward.grading.failures import wrong_row
 from services.reward.grading.programs import program_of, programs_in
-from services.reward.grading.registry import (
-    Column,
-    ItemGrader,
-    Params,
-    grader,
-    reference_text,
-    wrong_row,
-)
+from services.reward.grading.registry import Column, ItemGrader, Params, grader, reference_text
 from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem, Verdict
 

@@ -23,8 +23,8 @@ from services.reward.graders.code_tests import sound
 from services.reward.graders.code_tests.candidate import CallEnd, Candidate, job
 from services.reward.graders.code_tests.sound import BUILTINS, bound_names, loaded_names, names_of
 from services.reward.grading.expressions import parse_program
+from services.reward.grading.failures import GradingFailed, wrong_row
 from services.reward.grading.programs import fault
-from services.reward.grading.registry import GradingFailed, wrong_row
 from shared.wire import Verdict
 
 MAX_TURNS = 300

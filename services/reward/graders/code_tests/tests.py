@@ -24,7 +24,7 @@ from services.reward.graders.code_tests.candidate import MAX_OUTPUT_BYTES, Pair
 from services.reward.graders.code_tests.inside_tests import AGREES
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
 from services.reward.grading.expressions import parse_program
-from services.reward.grading.registry import GradingFailed, wrong_row
+from services.reward.grading.failures import GradingFailed, wrong_row
 
 MAX_PYTHON_CHARS = 200_000
 """The longest Python source of a row, setup and prefix included: Python reads 200,000 characters in
