@@ -198,20 +198,12 @@ async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(
     ("spec", "message"),
     [
         (
-            own("def reward(completions):\n    return [1, 2, 3]"),
-            "reward function 'reward' returned 3 values for 2 completions",
-        ),
-        (
             own("\n\ndef reward(completions):\n    return completions[9]", file="a/mine.py"),
             "reward function 'reward' failed: mine.py line 4: IndexError: list index out of range",
         ),
         (
             own("def reward(completions):\n    return 1"),
             "reward function 'reward' failed: TypeError: it returned '1' (int), expected a list",
-        ),
-        (
-            own("def reward(completions):\n    while True: pass", params={"timeout_s": 0.3}),
-            "reward function 'reward' did not return within 0.3 s for 2 completions",
         ),
         (
             own("import os\ndef reward(completions):\n    os._exit(7)"),
@@ -226,11 +218,7 @@ async def test_an_own_function_that_fails_gives_no_reward_and_says_where(
         part = scored.parts["reward"]
         assert (scored.value, part.value, part.verdict) == (None, None, "error")
         assert message in part.detail
-        assert part.errors == (
-            ("unresponsive_reward_error",)
-            if "within" in message
-            else ("python_grader_runtime_error",)
-        )
+        assert part.errors == ("python_grader_runtime_error",)
 
 
 async def test_a_text_that_fails_a_function_costs_no_other_its_reward(client: Client) -> None:

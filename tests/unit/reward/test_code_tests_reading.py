@@ -26,7 +26,6 @@ from services.reward.grading.codec import (
     ValueTooLong,
     decode,
     encode,
-    same,
 )
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
@@ -327,33 +326,6 @@ def test_an_iterator_is_taken_as_far_as_it_fits_and_says_where_that_ends() -> No
     with pytest.raises(UnfinishedIterator):
         list(endless)
     assert list(decode(encode(iter(range(5000))))) == [*range(5000)]
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "is_same"),
-    [
-        (Fraction(1, 2), 0.5, True),
-        (Fraction(2), 2, True),
-        (Fraction(1), True, False),
-        (Decimal("1.10"), Decimal("1.1"), True),
-        (Decimal("1.1"), 1.1, False),
-        (deque([1]), deque([1]), True),
-        (deque([1]), deque([True]), False),
-        (deque([1]), [1], False),
-        (Counter(a=1, b=0), Counter(a=1), True),
-        (Counter(a=1, b=0), {"a": 1}, False),
-        (Counter(a=1), {"a": 1}, True),
-        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), False),
-        (OrderedDict(a=1, b=2), {"b": 2, "a": 1}, True),
-        (range(3), range(0, 3, 1), True),
-        (range(3), [0, 1, 2], False),
-        (datetime(2024, 1, 1), date(2024, 1, 1), False),
-    ],
-)
-def test_values_of_standard_classes_are_equal_as_in_python_but_for_bools(
-    left: Any, right: Any, is_same: bool
-) -> None:
-    assert same(left, right) is is_same and same(right, left) is is_same
 
 
 def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:

@@ -6,6 +6,10 @@ from __future__ import annotations
 import ast
 import re
 import time
+from collections import Counter, OrderedDict, deque
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -138,12 +142,28 @@ async def test_countdown_says_what_the_value_was() -> None:
         ({1: "a"}, {True: "a"}, 0, False),
         ([float("nan")], [float("nan")], 0, False),
         ("1", b"1", 0, False),
+        (Fraction(1, 2), 0.5, 0, True),
+        (Fraction(2), 2, 0, True),
+        (Fraction(1), True, 0, False),
+        (Decimal("1.10"), Decimal("1.1"), 0, True),
+        (Decimal("1.1"), 1.1, 0, False),
+        (deque([1]), deque([1]), 0, True),
+        (deque([1]), deque([True]), 0, False),
+        (deque([1]), [1], 0, False),
+        (Counter(a=1, b=0), Counter(a=1), 0, True),
+        (Counter(a=1, b=0), {"a": 1}, 0, False),
+        (Counter(a=1), {"a": 1}, 0, True),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), 0, False),
+        (OrderedDict(a=1, b=2), {"b": 2, "a": 1}, 0, True),
+        (range(3), range(0, 3, 1), 0, True),
+        (range(3), [0, 1, 2], 0, False),
+        (datetime(2024, 1, 1), date(2024, 1, 1), 0, False),
     ],
 )
 def test_numbers_are_equal_by_value_and_all_else_by_type_too(
     value: Any, target: Any, tolerance: float, equal: bool
 ) -> None:
-    assert same(value, target, tolerance) is equal
+    assert same(value, target, tolerance) is equal and same(target, value, tolerance) is equal
 
 
 def test_the_last_fenced_block_is_the_program() -> None:
