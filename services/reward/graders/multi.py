@@ -16,12 +16,12 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from services.reward.grading import registry
-from services.reward.grading.expressions import Evaluator, parse_expression
+from services.reward.grading.expressions import Language, parse_expression
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.registry import Grader, GraderTools, ItemGrader, Params, grader
 from shared.errors import BadRequest
@@ -36,35 +36,30 @@ class FormulaError(ValueError):
     """A formula cannot be read, or has no value for these values."""
 
 
-class _Arithmetic(Evaluator):
-    BINARY: ClassVar = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "log": math.log,
+}
+_FORMULAS = Language(
+    binary={
         ast.Add: operator.add,
         ast.Sub: operator.sub,
         ast.Mult: operator.mul,
         ast.Div: operator.truediv,
         ast.Pow: operator.pow,
-    }
-    UNARY: ClassVar = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-    FUNCTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
-        "min": min,
-        "max": max,
-        "abs": abs,
-        "floor": math.floor,
-        "ceil": math.ceil,
-        "exp": math.exp,
-        "sqrt": math.sqrt,
-        "log": math.log,
-    }
-    REFUSAL: ClassVar = (
-        "is not allowed in a formula; it has numbers, names of graders, + - * / ** and "
-        + ", ".join(FUNCTIONS)
-    )
-
-    def _constant(self, node: ast.Constant) -> float:
-        return float(node.value)  # pyright: ignore[reportArgumentType]
-
-    def _call(self, node: ast.Call) -> float:
-        return float(super()._call(node))  # floor gives an int, whose powers have no bound
+    },
+    literals=(int, float),
+    number=float,  # also of what floor gives, whose powers have no bound
+    refusal="is not allowed in a formula; it has numbers, names of graders, + - * / ** and "
+    + ", ".join(_FUNCTIONS),
+    functions=_FUNCTIONS,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Formula:
         number."""
         try:
             given = {name: float(value) for name, value in values.items()}
-            result = _Arithmetic(given).of(self.tree)
+            result = _FORMULAS.value(self.tree, given)
         except (ArithmeticError, ValueError, TypeError) as error:
             raise FormulaError(f"the formula has no value for {values}: {error}") from error
         if isinstance(result, complex) or not math.isfinite(result):
@@ -94,7 +89,7 @@ def parse(source: str) -> Formula:
         raise FormulaError(f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken")
     try:
         tree = parse_expression(source.strip())
-        return Formula(tree, frozenset(_Arithmetic.names(tree)))
+        return Formula(tree, frozenset(_FORMULAS.names(tree)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise FormulaError(f"formula {source!r:.80} cannot be read: {error}") from error
 

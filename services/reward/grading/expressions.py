@@ -1,7 +1,7 @@
 """Evaluates expressions that are read from Python's syntax tree and never run as Python.
 
-Two languages are subclasses of `Evaluator`. They differ in their values and operators: exact
-arithmetic is here, formulas over graders' values are in `graders/multi.py`.
+There are two languages, which differ in their values and operators: exact arithmetic is here,
+formulas over graders' values are in `graders/multi.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import ast
 import operator
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 _PARSING = threading.Lock()
 
@@ -30,85 +31,72 @@ def parse_expression(source: str) -> ast.expr:
         return ast.parse(source, mode="eval").body
 
 
-class Evaluator:
-    """A language of literals, names, operators and calls of `FUNCTIONS`. `values` are the values of
-    the names."""
+@dataclass(frozen=True)
+class Language:
+    """Literals of the types `literals`, names, operators and calls of `functions`. `number` makes
+    the value of a literal, or of a call. `refusal` ends the sentence about any other part."""
 
-    BINARY: ClassVar[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {}
-    UNARY: ClassVar[Mapping[type[ast.unaryop], Callable[[Any], Any]]] = {}
-    FUNCTIONS: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    LITERALS: ClassVar[tuple[type, ...]] = (int, float)
-    REFUSAL: ClassVar[str] = "is not part of this language"
-    """Ends the sentence about a part that the language does not have."""
+    binary: Mapping[type[ast.operator], Callable[[Any, Any], Any]]
+    literals: tuple[type, ...]
+    number: Callable[[Any], Any]
+    refusal: str
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Any])
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    @classmethod
-    def names(cls, node: ast.AST) -> set[str]:
+    def names(self, node: ast.AST) -> set[str]:
         """Returns the names in an expression. Raises ValueError for a part of it that the language
         does not have."""
-        if isinstance(node, ast.Constant) and type(node.value) in cls.LITERALS:
-            return set()
-        if isinstance(node, ast.Name):
-            return {node.id}
-        if isinstance(node, ast.BinOp) and type(node.op) in cls.BINARY:
-            return cls.names(node.left) | cls.names(node.right)
-        if isinstance(node, ast.UnaryOp) and type(node.op) in cls.UNARY:
-            return cls.names(node.operand)
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in cls.FUNCTIONS
-            and not node.keywords
-        ):
-            return {name for part in node.args for name in cls.names(part)}
-        raise ValueError(f"{ast.unparse(node)!r:.80} {cls.REFUSAL}")
+        match node:
+            case ast.Constant(value=value) if type(value) in self.literals:
+                return set()
+            case ast.Name(id=name):
+                return {name}
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in self.binary:
+                return self.names(left) | self.names(right)
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+                return self.names(operand)
+            case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if (
+                name in self.functions
+            ):
+                return {one for part in parts for one in self.names(part)}
+            case _:
+                raise ValueError(f"{ast.unparse(node)!r:.80} {self.refusal}")
 
-    def of(self, node: ast.AST | None) -> Any:
-        """Returns the value of an expression of this language."""
-        return getattr(self, f"_{type(node).__name__.lower()}")(node)
-
-    def _constant(self, node: ast.Constant) -> Any:
-        return node.value
-
-    def _name(self, node: ast.Name) -> Any:
-        return self._values[node.id]
-
-    def _unaryop(self, node: ast.UnaryOp) -> Any:
-        return self.UNARY[type(node.op)](self.of(node.operand))
-
-    def _binop(self, node: ast.BinOp) -> Any:
-        return self.BINARY[type(node.op)](self.of(node.left), self.of(node.right))
-
-    def _call(self, node: ast.Call) -> Any:
-        assert isinstance(node.func, ast.Name)
-        return self.FUNCTIONS[node.func.id](*map(self.of, node.args))
+    def value(self, node: ast.AST, values: Mapping[str, Any]) -> Any:
+        """Returns the value of an expression of this language, whose names have these `values`."""
+        match node:
+            case ast.Constant(value=value):
+                return self.number(value)
+            case ast.Name(id=name):
+                return values[name]
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.binary[type(op)](self.value(left, values), self.value(right, values))
+            case ast.UnaryOp(op=op, operand=operand):
+                return UNARY[type(op)](self.value(operand, values))
+            case ast.Call(func=ast.Name(id=name), args=parts):
+                given = [self.value(part, values) for part in parts]
+                return self.number(self.functions[name](*given))
+            case _:
+                raise AssertionError("`names` refuses it")
 
 
-class _Exact(Evaluator):
-    """Arithmetic of whole numbers, in fractions: 1/49*49 is 1."""
-
-    BINARY: ClassVar = {
+UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_EXACT = Language(
+    binary={
         ast.Add: operator.add,
         ast.Sub: operator.sub,
         ast.Mult: operator.mul,
         ast.Div: operator.truediv,
-        ast.FloorDiv: operator.floordiv,
+        ast.FloorDiv: lambda left, right: Fraction(left // right),  # an int by itself
         ast.Mod: operator.mod,
-    }
-    UNARY: ClassVar = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-    LITERALS: ClassVar = (int,)
-    REFUSAL: ClassVar = "is not arithmetic of whole numbers"
-
-    def _constant(self, node: ast.Constant) -> Fraction:
-        return Fraction(node.value)  # pyright: ignore
-
-    def _name(self, node: ast.Name) -> Any:
-        raise ValueError(f"{node.id!r:.80} {self.REFUSAL}")
-
-    def _binop(self, node: ast.BinOp) -> Fraction:
-        return Fraction(super()._binop(node))  # 7//2 is an int, and int/int would be a float
+    },
+    literals=(int,),
+    number=Fraction,
+    refusal="is not arithmetic of whole numbers",
+)
+"""Arithmetic of whole numbers, in fractions: 1/49*49 is 1."""
 
 
 def arithmetic(expression: str) -> Fraction:
@@ -117,8 +105,9 @@ def arithmetic(expression: str) -> Fraction:
     for an expression that has no value."""
     try:
         tree = parse_expression(expression)
-        _Exact.names(tree)
-        return _Exact({}).of(tree)
+        for name in _EXACT.names(tree):
+            raise ValueError(f"{name!r:.80} {_EXACT.refusal}")
+        return _EXACT.value(tree, {})
     except (SyntaxError, ZeroDivisionError) as error:
         raise ValueError(f"{type(error).__name__}: {error.args[0]}") from error
     except (RecursionError, MemoryError) as error:
