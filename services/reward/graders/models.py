@@ -18,7 +18,7 @@ from services.reward.grading.judging import (
     JudgeGrader,
     JudgeParams,
     JudgeSampling,
-    label_in,
+    NoVerdict,
     number,
 )
 from services.reward.grading.registry import Params, grader, right_or_wrong
@@ -221,5 +221,7 @@ class LabelModel(MessagesGrader[LabelModelParams]):
         return {"result": JudgeField(f'"<one of: {", ".join(labels)}>"', schema)}
 
     def part(self, found: Mapping[str, Any]) -> Part:
-        given = label_in(found, "result", self.params.labels)
+        given, labels = found.get("result"), self.params.labels
+        if given not in labels:
+            raise NoVerdict(f"the judge gave {given!r:.80}; expected one of {', '.join(labels)}")
         return right_or_wrong(given in self.params.passing_labels, f"labelled {given!r}")

@@ -77,14 +77,6 @@ def number(found: Mapping[str, Any], name: str, low: float, high: float) -> floa
     return float(value)
 
 
-def label_in(found: Mapping[str, Any], name: str, labels: tuple[str, ...]) -> str:
-    """Returns the label under `name`. Raises NoVerdict if it is none of `labels`."""
-    value = found.get(name)
-    if value not in labels:
-        raise NoVerdict(f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}")
-    return value
-
-
 def _last_object(text: str) -> dict[str, Any] | None:
     """Returns the largest JSON object that reaches to the end of `text`; None: there is none."""
     text = _CLOSING_FENCE.sub("", text, count=1)
@@ -183,12 +175,6 @@ class Question:
     messages: Callable[[str], list[dict[str, str]]]
     sampling: dict[str, Any]
     schema: dict[str, Any]
-
-
-def _whole(text: str | None) -> str:
-    if text is None:
-        raise NoVerdict("the judge's reply was cut at its limit of tokens")
-    return text
 
 
 ENDING = (
@@ -382,7 +368,9 @@ class JudgeGrader(ItemGrader[J]):
                 await asyncio.to_thread(store.add_tokens, self.spec.label, tokens)
                 spent, asks = spent + tokens, asks + 1
                 try:
-                    found = verdict(_whole(text), nonce)
+                    if text is None:
+                        raise NoVerdict("the judge's reply was cut at its limit of tokens")
+                    found = verdict(text, nonce)
                     part = self.part(found)
                 except NoVerdict as error:
                     if asks < MAX_ASKS:

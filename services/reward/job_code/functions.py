@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.grading.failures import GradingFailed
 from services.reward.job_code.inside_score import KEEP_CHARS
 from services.reward.job_code.workers import (
     Call,
@@ -95,19 +95,13 @@ def _programs(asked: Any) -> list[ExecuteRequest] | str:
 
 def _part(result: Any, position: int, named: str, printed: str) -> Part:
     result = result if isinstance(result, dict) else {"value": result}
-    value, detail, error = (
-        result.get("value"),
-        _text(result.get("detail", ""), MAX_DETAIL_CHARS),
-        result.get("error"),
-    )
+    value, error = result.get("value"), result.get("error")
+    detail = _text(result.get("detail", ""), MAX_DETAIL_CHARS)
     if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
         error = f"it returned {value!r:.40} for completion {position}, expected a number or None"
     if error is not None:
-        name: ErrorName = (
-            "unresponsive_reward_error"
-            if result.get("late") is True
-            else "python_grader_runtime_error"
-        )
+        is_late = result.get("late") is True
+        name = "unresponsive_reward_error" if is_late else "python_grader_runtime_error"
         detail = f"{named} failed: {_text(error, MAX_DETAIL_CHARS)}"
         return Part(value=None, verdict="error", detail=detail, stdout=printed, errors=(name,))
     if value is None:
@@ -157,13 +151,9 @@ class Signature:
 
     def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments that it has a parameter for."""
+        named = {*self.parameters}
         if self.calls != "batch":
-            named = {
-                *self.parameters,
-                *(f"{name}s" for name in ("prompt", "completion") if name in self.parameters),
-            }
-        else:
-            named = {*self.parameters}
+            named |= {f"{name}s" for name in named & {"prompt", "completion"}}
         return {
             name: value for name, value in arguments.items() if self.any_keyword or name in named
         }

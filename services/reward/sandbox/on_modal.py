@@ -195,17 +195,13 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
     """Returns the verdict on an answer. After "began" the program may have written or withheld any
     part of it; then it has failed."""
     if len(lines) < 2:
-        return Execution(
-            verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s
-        )
+        late = "TimeLimit: nothing came back\n"
+        return Execution(verdict="time_limit", stderr=late, wall_s=wall_s)
     try:
         facts = _checked(decode(lines[1].encode(), max_items=MAX_ANSWER_ITEMS), wall_s)
     except (DecodeError, ValueError, KeyError, TypeError, OverflowError):
-        return Execution(
-            verdict="runtime_error",
-            stderr="BadResult: the program overwrote how it ended\n",
-            wall_s=wall_s,
-        )
+        bad = "BadResult: the program overwrote how it ended\n"
+        return Execution(verdict="runtime_error", stderr=bad, wall_s=wall_s)
     return verdicts.execution(facts, request)
 
 

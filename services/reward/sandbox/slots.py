@@ -222,14 +222,9 @@ class Slot(Worker):
             "package_paths": self._package_paths(),
             "modules": self._packages.modules,
         }
-        flags = ["-P", "-s", "-S", "-X", "utf8"]
-        command = [
-            host.interpreter(),
-            *flags,
-            "-c",
-            _BOOT.format(home=_HOME, module=self.module),
-            json.dumps(config),
-        ]
+        boot = _BOOT.format(home=_HOME, module=self.module)
+        flags = ["-P", "-s", "-S", "-X", "utf8", "-c", boot]
+        command = [host.interpreter(), *flags, json.dumps(config)]
         null = subprocess.DEVNULL
         return subprocess.Popen(
             command,

@@ -65,8 +65,9 @@ def test_the_candidates_calls_are_taken_out_of_an_assertion(
     test: str, calls: list[str], left: str
 ) -> None:
     suite = from_asserts(f"import math\nassert {test}, 'why'")
-    assert suite is not None and suite.imports == "import math"
-    (case,) = suite.cases
+    assert suite is not None
+    imports, (case,) = suite
+    assert imports == "import math"
     assert (list(case.calls), case.test) == (calls, left)
 
 
@@ -102,9 +103,7 @@ def check(candidate):
 '''
     suite = from_check(tests, "find")
     assert suite is not None
-    assert [(case.calls, case.test) for case in suite.cases] == [
-        (("find([1, 2], 3)",), "_0 == [3]")
-    ]
+    assert [(case.calls, case.test) for case in suite[1]] == [(("find([1, 2], 3)",), "_0 == [3]")]
     assert from_check(tests + "    lst = [1]\n    assert candidate(lst, 1) == []", "find") is None
 
 

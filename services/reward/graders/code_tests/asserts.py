@@ -47,13 +47,9 @@ class Case:
     test: str
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Tests that were all converted. `imports` is the source of the imports that the calls may
-    use."""
-
-    imports: str
-    cases: tuple[Case, ...]
+Suite = tuple[str, list[Case]]
+"""Tests that were all converted: the source of the imports that their calls may use, and the
+cases."""
 
 
 def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") -> Suite | None:
@@ -121,7 +117,7 @@ def _suite(
             is_sound = is_sound or (bool(case.calls) and not always_holds(part.test))
         elif not _idle(part):
             return None
-    return Suite("\n".join(imports), tuple(cases)) if is_sound else None
+    return ("\n".join(imports), cases) if is_sound else None
 
 
 def _case(test: ast.expr, candidates: frozenset[str], known: _Known) -> Case | None:

@@ -169,8 +169,8 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
         if suite is None:
             codes.append(_sound(unconverted(text, setup), "asserts"))
         else:
-            imports.append(suite.imports)
-            cases += suite.cases
+            imports.append(suite[0])
+            cases += suite[1]
     return Tests("\n".join(imports).strip(), tuple(cases), tuple(codes), names=names)
 
 
@@ -189,7 +189,8 @@ def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     if suite is None:
         code = _sound(unconverted(source, setup, entry_point), "check")
         return Tests(codes=(code,), names=frozenset({name}))
-    return Tests(suite.imports, suite.cases, names=frozenset({name}))
+    imports, cases = suite
+    return Tests(imports, tuple(cases), names=frozenset({name}))
 
 
 def _of_program(source: str, setup: str, entry_point: str | None) -> frozenset[str]:
