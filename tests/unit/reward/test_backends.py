@@ -234,6 +234,18 @@ async def test_modals_own_failure_is_retried_and_then_a_sandbox_error(
     assert (ended.verdict, ended.stderr) == ("sandbox_error", "Modal failed twice: no capacity")
 
 
+FACTS = {
+    "exit": 0,
+    "limit": None,
+    "cpu_s": 0.1,
+    "overflow": False,
+    "stdout": "a",
+    "stderr": "",
+    "result": '{"end": "ok", "value": 5}',
+}
+"""What a container tells of its program's end."""
+
+
 @pytest.mark.parametrize(
     ("told", "verdict"),
     [
@@ -241,20 +253,7 @@ async def test_modals_own_failure_is_retried_and_then_a_sandbox_error(
         ("garbage\n", "runtime_error"),
         ("[]\n", "runtime_error"),
         ('{"exit": 0}\n', "runtime_error"),
-        (
-            json.dumps(
-                {
-                    "exit": 0,
-                    "limit": "x",
-                    "cpu_s": 0,
-                    "overflow": 0,
-                    "stdout": "",
-                    "stderr": "",
-                    "result": "",
-                }
-            ),
-            "runtime_error",
-        ),
+        (json.dumps(FACTS | {"limit": "x"}), "runtime_error"),
     ],
 )
 async def test_what_a_program_does_to_its_own_answer_is_its_failure(
@@ -312,14 +311,5 @@ async def test_without_the_client_or_an_account_it_says_what_to_do(
 
 
 def test_an_execution_is_the_same_kind_of_thing_on_every_backend() -> None:
-    facts = {
-        "exit": 0,
-        "limit": None,
-        "cpu_s": 0.1,
-        "overflow": False,
-        "stdout": "a",
-        "stderr": "",
-        "result": '{"end": "ok", "value": 5}',
-    }
-    ended = on_modal.execution_of(["began", json.dumps(facts)], ExecuteRequest(expression="5"), 1.5)
+    ended = on_modal.execution_of(["began", json.dumps(FACTS)], ExecuteRequest(expression="5"), 1.5)
     assert ended == Execution(verdict="ok", value=5, stdout="a", wall_s=1.5, cpu_s=0.1)

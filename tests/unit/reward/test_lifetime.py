@@ -22,7 +22,7 @@ import pytest
 from shared.http.client import Client
 from shared.job import RewardSpec
 from shared.wire import ScoreItem, ScoreRequest, ScoreResult
-from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
+from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of
 from tests.support.reward_service import ROOT, RunningService, free_port, running_service
 
 pytestmark = pytest.mark.slow
@@ -64,69 +64,39 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
         assert processes_of(running.process.pid) == []
 
 
-def test_no_process_of_a_killed_service_continues_comparing() -> None:
-    with running_service(HONE_SANDBOX_SLOTS="2") as running:
-        reward = {"grader": "math", "params": {"cpu_s": 60}}
-        endless = {
-            "prompt": "",
-            "completion": r"\boxed{9^{9^{9^{9}}} + x}",
-            "row": {"answer": "x + 1"},
-        }
-        scored = {"items": [endless], "rewards": [reward]}
-        threading.Thread(target=_quietly, args=(running, "/score", scored), daemon=True).start()
-        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
-        before = set(children.read_text().split())
-        assert eventually(lambda: set(children.read_text().split()) > before)
-        (comparing,) = set(children.read_text().split()) - before
-        assert eventually(lambda: _cpu_s(comparing) > 2), "it has imported what it compares with"
-        running.process.kill()
-        running.process.wait()
-        assert eventually(lambda: not is_alive(int(comparing)), 5)
-
-
-def _cpu_s(pid: str) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _quietly(running: RunningService, path: str, body: dict[str, Any]) -> None:
     with suppress(OSError, ValueError):
         running.post(path, body)
 
 
-def test_a_port_in_use_is_one_sentence_and_code_2() -> None:
+def refused(**settings: str) -> str:
+    """Returns what the service says on stderr that does not start with these settings."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.reward"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    return ended.stderr
+
+
+def test_a_port_in_use_and_a_misspelt_setting_are_one_sentence_and_code_2() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        environment = {"PATH": os.environ["PATH"], "HONE_REWARD_PORT": str(port)}
-        command = [sys.executable, "-m", "services.reward"]
-        ended = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
+        said = refused(HONE_REWARD_PORT=str(port))
+    assert said.startswith(
         f"the reward service cannot listen on 127.0.0.1:{port}: Address already in use"
     )
-    assert len(ended.stderr.splitlines()) == 1
-
-
-def test_a_misspelt_setting_is_one_sentence_and_code_2() -> None:
-    environment = {"PATH": os.environ["PATH"], "HONE_SANDBOX_SLOT": "2"}
-    command = [sys.executable, "-m", "services.reward"]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (
-        2,
+    assert len(said.splitlines()) == 1
+    assert refused(HONE_SANDBOX_SLOT="2") == (
         "unknown setting 'HONE_SANDBOX_SLOT' in the environment; did you mean "
-        "'HONE_SANDBOX_SLOTS'? `hone explain settings` lists all\n",
+        "'HONE_SANDBOX_SLOTS'? `hone explain settings` lists all\n"
     )
 
 

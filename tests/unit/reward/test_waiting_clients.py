@@ -10,14 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
 import pytest
 
-from shared.errors import Busy
-from shared.http.client import Client
-from shared.http.service import Service
-from shared.settings import Settings
-from shared.wire import Validated, ValidateRequest
 from tests.support.reward_service import RunningService, running_service
 
 
@@ -137,25 +131,3 @@ def test_programs_are_bounded_too(service: RunningService) -> None:
         == ["ok"] * 2
     )
     assert {answer["status"] for answer in answers if "status" in answer} == {429}
-
-
-async def test_a_busy_service_is_asked_again_however_long_it_lasts(settings: Settings) -> None:
-    service = Service("reward", settings)
-    free_at = time.monotonic() + 0.8
-
-    async def validate(request: ValidateRequest) -> Validated:
-        if time.monotonic() < free_at:
-            raise Busy("7 programs wait")
-        return Validated(rewards=())
-
-    service.operation("POST", "/graders/validate", validate)
-    client = Client(
-        "reward", "http://localhost", patience_s=0.3, transport=httpx2.ASGITransport(service.app)
-    )
-    request = ValidateRequest(rewards=(), columns=())
-    assert (
-        await client.call("POST", "/graders/validate", request, Validated, deadline_s=20)
-    ).rewards == ()
-    free_at += 60
-    with pytest.raises(Busy, match="7 programs wait"):
-        await client.call("POST", "/graders/validate", request, Validated, deadline_s=0.5)
