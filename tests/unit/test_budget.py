@@ -24,7 +24,7 @@ LINES = {
     "services/orchestrator/jobs": 3_050,
     "services/orchestrator/samplers": 2_840,
     "services/orchestrator/store": 3_100,
-    "services/reward": 14_620,
+    "services/reward": 14_460,
     "services/rollout": 5_700,
     "services/trainer": 10_530,
     "bench": 4_150,
