@@ -9,7 +9,6 @@ it large.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -19,15 +18,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from services.reward.sandbox.inside import kernel
+
 PACKAGE = "services.reward.grading"
 KEPT_BYTES = 512 << 20
 """A process that is larger after a call is not asked again. math-verify takes 130 MiB."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(service_pid: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    kernel.die_with_parent()
     with contextlib.suppress(OSError):
         # Short of memory, the host ends this process before the service.
         Path("/proc/self/oom_score_adj").write_text("500")
