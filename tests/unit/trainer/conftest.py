@@ -25,12 +25,12 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+    """One rank, and two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with Ranks(1, folder / "one") as one, Ranks(2, folder / "two") as two:
+        yield {1: one, 2: two}
 
 
 @pytest.fixture(scope="module")

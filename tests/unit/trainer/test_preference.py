@@ -67,8 +67,10 @@ def sums(network: Any, examples: tuple[Example, ...]):
     return torch.stack(found).unflatten(0, (-1, 2)).T
 
 
-@pytest.mark.parametrize("memory", [{}, {"shared_prefix": "off"}])
-def test_two_updates_equal_the_papers_loss_in_plain_torch(ranks, model, tmp_path, memory):
+@pytest.mark.parametrize(("num_ranks", "memory"), [(1, {}), (2, {"shared_prefix": "off"})])
+def test_two_updates_equal_the_papers_loss_in_plain_torch(
+    pools, model, tmp_path, num_ranks, memory
+):
     import torch
 
     batch = pairs(model)
@@ -78,7 +80,7 @@ def test_two_updates_equal_the_papers_loss_in_plain_torch(ranks, model, tmp_path
         memory={"micro_batch_tokens": 40, **memory},
         rewards=[],
     )
-    *updates, told, told_of_reference = ranks.call(prefer, job, batch, tmp_path)
+    *updates, told, told_of_reference = pools[num_ranks].call(prefer, job, batch, tmp_path)
     assert updates[0].metrics["num_micro_batches"] > 1
 
     policy, reference = load(model), load(model)
