@@ -12,6 +12,8 @@ from torch import nn
 
 from services.trainer.learning import policy as policy_module
 from services.trainer.learning.batch import collate
+from services.trainer.learning.correction import loss_inputs, resolve
+from services.trainer.learning.loss import Denominators, total_loss
 from services.trainer.learning.model_checks import (
     check_head,
     checkpoint_body,
@@ -20,6 +22,7 @@ from services.trainer.learning.model_checks import (
 )
 from services.trainer.learning.policy import Policy
 from shared.errors import BadRequest
+from shared.job import CorrectionSpec, TrainingSpec
 from shared.job.running import MemorySpec
 from shared.wire import Example
 
@@ -285,3 +288,54 @@ def test_a_model_whose_layers_drop_out_cannot_recompute_them():
     assert not any(module.training for module in model.modules())
     config.dropout = 0.0
     checkpoint_body(make_model(config), "opt")
+
+
+class GivenStates(nn.Module):
+    """A model whose hidden states `[1, T, 3]` are given, and are the logits."""
+
+    def __init__(self, hidden_BTH: torch.Tensor) -> None:
+        super().__init__()
+        self.config = transformers.PretrainedConfig()
+        self.head = nn.Linear(3, 3, bias=False)
+        self.head.weight = nn.Parameter(torch.eye(3))
+        self.hidden_BTH = hidden_BTH
+
+    def base_model(self, **_: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(last_hidden_state=self.hidden_BTH)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_token_of_mask_0_has_no_gradient_and_no_share_of_the_loss(layout):
+    # The policy says 1, a tool says 2 0, the policy says 1. All logits are 0, so each token has the
+    # log-prob -ln 3; the first update's ratio is 1. Two tokens were sampled: loss -(0.5 + 0.5) / 2,
+    # and by the logits of each -(0.5 / 2) (1 - p).
+    turns = Example(
+        prompt_token_ids=(0,),
+        token_ids=(1, 2, 0, 1),
+        sampled=(1, 0, 0, 1),
+        old_logprobs=(-1.0, 0.0, 0.0, -1.0),
+        advantage=0.5,
+    )
+    hidden_1TH = torch.zeros(1, 5, 3, requires_grad=True)
+    batch = collate([turns], layout=layout)
+    logprobs_N, _ = Policy(GivenStates(hidden_1TH), 1.0)(batch)
+    loss = total_loss(
+        loss_inputs(
+            batch,
+            logprobs_N,
+            correction=resolve(CorrectionSpec(), max_staleness=0),
+            denominators=Denominators(1, 2, 2, max_tokens=8),
+            spec=TrainingSpec(),
+        )
+    )
+    assert loss.item() == pytest.approx(-0.5)
+    loss.backward()
+    of_sampled = [0.25 / 3, -0.5 / 3, 0.25 / 3]
+    nothing = [0.0, 0.0, 0.0]
+    assert hidden_1TH.grad is not None
+    expected = torch.tensor([[of_sampled, nothing, nothing, of_sampled, nothing]])
+    torch.testing.assert_close(hidden_1TH.grad, expected)
+    assert (hidden_1TH.grad[0, [1, 2, 4]] == 0).all()
