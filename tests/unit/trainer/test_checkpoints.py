@@ -1,14 +1,13 @@
 """Checkpoints: whole or absent, found again, refused to others, damaged ones named, old ones
 removed. One rank and two."""
 
+import contextlib
 import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,6 +21,7 @@ from services.trainer.loaded import checkpoint_bytes
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, EvaluationSpec, MemorySpec, WandbSpec
 from shared.wire import CheckpointRequest, PublishRequest
+from tests.support.engine_ranks import warm
 from tests.support.safetensors_files import safetensors
 from tests.support.trainer_fakes import (
     EXAMPLE,
@@ -33,8 +33,6 @@ from tests.support.trainer_fakes import (
     on_all,
     step_request,
 )
-
-ROOT = Path(__file__).parents[3]
 
 
 def checkpoint(step: int, job_id: str = "a") -> CheckpointRequest:
@@ -503,39 +501,31 @@ def test_only_rank_0_publishes_with_every_rank_taking_part(tmp_path):
     assert (again, nothing) == (ref, None), "published already: rank 1 waits for no folder"
 
 
-WRITER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-from tests.support.trainer_fakes import job_request, make_trainer, step_request
-from shared.wire import CheckpointRequest
-trainer, _ = make_trainer(Path(sys.argv[1]))
-step = trainer.load_job(job_request(checkpoints={"keep_last": 2})).step
-while True:
-    step += 1
-    trainer.train_step(step_request(step))
-    trainer.write_checkpoint(CheckpointRequest(job_id="a", step=step))
-    print(step, file=sys.stderr, flush=True)
-"""
+def write_checkpoints(folder: Path, written: Connection) -> None:
+    """Sends each step whose checkpoint is written, until it is killed."""
+    trainer, _ = make_trainer(folder)
+    step = trainer.load_job(job_request(checkpoints={"keep_last": 2})).step
+    while True:
+        step += 1
+        trainer.train_step(step_request(step))
+        trainer.write_checkpoint(checkpoint(step))
+        written.send(step)
 
 
 @pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
-    newest = 0
     for life in range(4):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        assert writer.stderr is not None
-        newest = int(writer.stderr.readline())
+        written, theirs = warm().Pipe(duplex=False)
+        writer = warm().Process(target=write_checkpoints, args=(tmp_path, theirs), daemon=True)
+        writer.start()
+        theirs.close()
+        newest = written.recv()
         time.sleep(0.02 * (life + 1))
-        writer.send_signal(signal.SIGKILL)
-        newest = max([newest, *map(int, writer.stderr.read().split())])
-        writer.wait()
+        writer.kill()
+        writer.join()
+        with contextlib.suppress(OSError, EOFError):  # of the last message there may be a part
+            while True:
+                newest = written.recv()
         steps = in_steps(tmp_path)
         assert steps[-1] >= newest and len(steps) >= min(2, newest)
         for step in steps:

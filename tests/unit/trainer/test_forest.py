@@ -216,7 +216,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
     padded, shared = make(architecture), make(architecture)
     assert choose_layout(shared, architecture, MemorySpec(shared_prefix="on")).layout == "shared"
     draw, distances, num_saved = random.Random(3), [], 0
-    for trial in range(30):
+    for trial in range(16):
         monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 8 if trial % 2 else 512)
         # None of the trees whole; those that are cheaper; all, in batches of one or of several.
         pairs, most = ((0, 0), (12, 1 << 22), (10**6, 2500), (10**6, 1 << 22))[trial % 4]
@@ -233,7 +233,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
         if norm > 1e-3:  # below that the loss is at its optimum, and rounding is all
             distances.append(_norm(apart) / norm)
     assert max(distances) < 1e-5 and sorted(distances)[len(distances) // 2] < 1e-6
-    assert num_saved > 3000
+    assert num_saved > 1600
 
 
 def _trained(model, batch):
@@ -354,26 +354,6 @@ def test_values_of_another_size_than_keys_are_gathered(every_prefix, monkeypatch
             *(each[:, :, columns] for each in (q, k, v)), is_causal=True
         )
         torch.testing.assert_close(attended[0, columns].transpose(0, 1), alone[0])
-
-
-def test_a_token_that_two_sequences_train_has_both_losses():
-    """The gradient of a shared turn is the sum of its gradients in either sequence alone."""
-    turns = [5, 9, 11, 3] * 6
-    both = [
-        Example(prompt_token_ids=TokenIds([7]), token_ids=TokenIds([*turns, last]), advantage=1.0)
-        for last in (1, 2)
-    ]
-    model = make("qwen2")
-    choose_layout(model, "tiny", MemorySpec())
-
-    def gradient(examples):
-        logprobs, _ = Policy(model, 1.0)(collate(examples, layout="shared"))
-        return torch.autograd.grad(logprobs.sum(), list(model.parameters()))
-
-    assert collate(both, layout="shared").input_ids_BT.shape == (1, 25)  # 1 and 2 are targets only
-    alone = [a + b for a, b in zip(gradient(both[:1]), gradient(both[1:]), strict=True)]
-    for mine, other in zip(gradient(both), alone, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_with_another_kind_of_attention_does_not_share():

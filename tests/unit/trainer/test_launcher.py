@@ -43,11 +43,6 @@ def start(**environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        (
-            {"HONE_TRAINER_RANK": "2"},
-            "unknown setting 'HONE_TRAINER_RANK' in the environment; did you mean "
-            "'HONE_TRAINER_RANKS'?",
-        ),
         ({"HONE_TRAINER_RANKS": "0"}, "'HONE_TRAINER_RANKS': got '0'"),
         (
             {"HONE_TRAINER_NODES": "2"},
