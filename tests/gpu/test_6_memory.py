@@ -1,6 +1,6 @@
 """What training takes: peak memory, tokens per second, model FLOPs utilization, and copies into the
 host's memory. The same runs tiny on a CPU in tests/unit/trainer: test_policy_on_device.py,
-test_host_copies.py, test_tensor_file.py."""
+test_host_memory.py, test_tensor_file.py."""
 
 from __future__ import annotations
 
