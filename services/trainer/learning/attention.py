@@ -80,24 +80,24 @@ class NodeBatch:
     seen_BQK: NDArray[np.bool_] | None = None
 
 
-def batches_of(forest: Forest, window: int | None = None) -> list[NodeBatch]:
+def batches_of(
+    forest: Forest, window: int | None = None, *, own_only: bool = False
+) -> list[NodeBatch]:
     """Returns the batches that hold each of the forest's tokens as a query once. `window`: how many
-    positions a token sees, its own included; None: its own and all before it."""
+    positions a token sees, its own included; None: its own and all before it. `own_only`: without
+    the keys of a node's ancestors, where a tree is not computed as a whole."""
     whole, apart = _whole_and_apart(forest)
     nodes = [node for tree in apart for node in tree.nodes]
+    if own_only:
+        nodes = [replace(node, ancestors=()) for node in nodes]
     return [*_tree_batches(forest, whole, window), *node_batches(forest, window, nodes)]
-
-
-def own_batches_of(forest: Forest) -> list[NodeBatch]:
-    """As `batches_of`, without the keys of a node's ancestors."""
-    whole, apart = _whole_and_apart(forest)
-    nodes = [replace(node, ancestors=()) for tree in apart for node in tree.nodes]
-    return [*_tree_batches(forest, whole, None), *node_batches(forest, None, nodes)]
 
 
 def _whole_and_apart(forest: Forest) -> tuple[list[Tree], list[Tree]]:
     """Returns the trees that are cheaper as a whole, and the others."""
-    trees = trees_of(forest)
+    roots = [number for number, node in enumerate(forest.nodes) if not node.ancestors]
+    bounds = pairwise([*roots, len(forest.nodes)])
+    trees = [Tree(forest.nodes[first:end]) for first, end in bounds]
     return (
         [tree for tree in trees if tree.is_cheaper_whole],
         [tree for tree in trees if not tree.is_cheaper_whole],
@@ -141,12 +141,6 @@ class Tree:
         pairs += root.length**2 // 2  # without a mask the kernel leaves out later keys
         is_small = self.length**2 <= min(pairs + PAIRS_PER_KEY * keys, MAX_TREE_PAIRS)
         return len(self.nodes) > 1 and is_small
-
-
-def trees_of(forest: Forest) -> list[Tree]:
-    """Returns the forest's trees, in the order of their columns."""
-    roots = [number for number, node in enumerate(forest.nodes) if not node.ancestors]
-    return [Tree(forest.nodes[first:end]) for first, end in pairwise([*roots, len(forest.nodes)])]
 
 
 def _tree_batches(forest: Forest, trees: Sequence[Tree], window: int | None) -> Iterator[NodeBatch]:
@@ -486,10 +480,6 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Types of layers that this attention serves, by their names in transformers' configurations."""
 
 
-class AttentionUnsupported(Exception):
-    """A model needs a kind of attention that cannot be computed over a forest."""
-
-
 @dataclass(frozen=True)
 class RaggedPart:
     """Neighbouring nodes of a row, with the columns from `start` to before `end`, for one call of
@@ -670,7 +660,7 @@ class ForestAttention:
         if key not in self._dense:
             may_cascade = window is None and self.device.type == "cpu" and same_sizes
             parents = parents_of(self.forest) if may_cascade else []
-            batches = own_batches_of(self.forest) if parents else batches_of(self.forest, window)
+            batches = batches_of(self.forest, window, own_only=bool(parents))
             dense = DenseAttention.of(batches, window, self.device, dtype)
             self._dense[key] = CascadeAttention(dense, tuple(parents)) if parents else dense
         return self._dense[key]
@@ -695,7 +685,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Returns the attention `[1, T, A, D]` of queries `[1, A, T, D]` to keys and values
     `[1, H, T, D]`, where H divides A, as transformers calls an attention function. Raises
-    AttentionUnsupported if a layer needs another kind of attention."""
+    ValueError if a layer needs another kind of attention."""
     unsupported = [repr(name) for name in UNSUPPORTED if others.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("a mask")
@@ -707,7 +697,7 @@ def attend(
         unsupported.append("no forest")
     if unsupported or forest is None:
         name = type(module).__name__
-        raise AttentionUnsupported(
+        raise ValueError(
             f"{name} calls its attention with {', '.join(unsupported)}; expected causal attention "
             "over a forest, without a mask or dropout"
         )

@@ -69,7 +69,7 @@ from services.trainer.learning.head import CandidateTokens, to_device
 from services.trainer.learning.loss import Denominators
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.wire import Example, StepTotals, TokenIds
+from shared.wire import Example, Logprobs, StepTotals, TokenIds
 
 E = TypeVar("E")
 
@@ -218,10 +218,14 @@ def collate(
         targets_N=_joined([integers(example.token_ids)[at] for example, at in each], np.int64),
         sequences_N=sequences_N,
         num_sequences=len(examples),
-        sampler_logprobs_N=_joined([_sampler_logprobs(*one) for one in each], np.float32),
+        sampler_logprobs_N=_joined(
+            [_floats_at(at, one.old_logprobs, 0.0) for one, at in each], np.float32
+        ),
         measured_N=torch.tensor([bool(example.old_logprobs) for example in examples])[sequences_N],
         versions_N=_joined([versions(example)[at] for example, at in each], np.int64),
-        advantages_N=_joined([_advantages(*one) for one in each], np.float32),
+        advantages_N=_joined(
+            [_floats_at(at, one.advantages, one.advantage) for one, at in each], np.float32
+        ),
         in_ratio_N=_joined([_in_ratio(*one) for one in each], np.bool_),
         lengths_N=lengths_S[sequences_N],
         places_N=_joined(places, np.int64),
@@ -238,16 +242,11 @@ def _starts(examples: Sequence[Example]) -> list[int]:
     return list(accumulate(map(num_sampled, examples[:-1]), initial=0))
 
 
-def _sampler_logprobs(example: Example, positions: Positions) -> NDArray[np.float32]:
-    if not example.old_logprobs:
-        return np.zeros(len(positions), np.float32)
-    return floats(example.old_logprobs)[positions]
-
-
-def _advantages(example: Example, positions: Positions) -> NDArray[np.float32]:
-    if not example.advantages:
-        return np.full(len(positions), example.advantage, np.float32)
-    return floats(example.advantages)[positions]
+def _floats_at(positions: Positions, packed: Logprobs, missing: float) -> NDArray[np.float32]:
+    """Returns the packed values at the positions; `missing` for each if there are none."""
+    if not packed:
+        return np.full(len(positions), missing, np.float32)
+    return floats(packed)[positions]
 
 
 def _in_ratio(example: Example, positions: Positions) -> NDArray[np.bool_]:

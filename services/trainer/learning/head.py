@@ -30,7 +30,7 @@ sampled distribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -149,28 +149,20 @@ def as_scoring_head(head: nn.Module) -> ScoringHead | None:
 
 
 @dataclass(frozen=True)
-class _Head:
-    """Computes logits from hidden states."""
+class _Chunk:
+    """Hidden states of some or all tokens, and the head that scores them tile by tile. `kept`
+    belongs to these tokens."""
 
+    hidden_CH: Tensor
     weight_VH: Tensor
     bias_V: Tensor | None
     temperature: float
     kept: CandidateTokens | None
     cap: float | None
 
-    def chunk(self, hidden_NH: Tensor, at: slice) -> _Chunk:
+    def chunk(self, at: slice) -> _Chunk:
         kept = None if self.kept is None else self.kept.chunk(at.start, at.stop)
-        return _Chunk(
-            self.weight_VH, self.bias_V, self.temperature, kept, self.cap, hidden_CH=hidden_NH[at]
-        )
-
-
-@dataclass(frozen=True)
-class _Chunk(_Head):
-    """A chunk's hidden states, and the head that scores them tile by tile. `kept` belongs to the
-    chunk's tokens."""
-
-    hidden_CH: Tensor
+        return replace(self, hidden_CH=self.hidden_CH[at], kept=kept)
 
     def parts_of_vocabulary(self) -> list[slice]:
         """Returns the tiles' columns. A tile has at most `TILE_LOGITS` logits, and its copy of the
@@ -219,9 +211,9 @@ class _Score(torch.autograd.Function):
         kept: CandidateTokens | None,
         cap: float | None,
     ):
-        head = _Head(weight_VH, bias_V, temperature, kept, cap)
+        whole = _Chunk(hidden_NH, weight_VH, bias_V, temperature, kept, cap)
         scores = [
-            _score_chunk(head.chunk(hidden_NH, at), targets_N[at])
+            _score_chunk(whole.chunk(at), targets_N[at])
             for at in _slices(len(hidden_NH), chunk_tokens)
         ]
         logprobs_N, entropies_N, log_totals_N = (
@@ -243,10 +235,10 @@ class _Score(torch.autograd.Function):
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=wide) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        head = _Head(weight_VH, bias_V, ctx.temperature, ctx.kept, ctx.cap)
+        whole = _Chunk(hidden_NH, weight_VH, bias_V, ctx.temperature, ctx.kept, ctx.cap)
         scale_N1 = (grad_logprobs_N / -ctx.temperature)[:, None]
         for at in _slices(len(hidden_NH), ctx.chunk_tokens):
-            chunk = head.chunk(hidden_NH, at)
+            chunk = whole.chunk(at)
             scale_C1 = scale_N1[at]
             scaled_CH = (chunk.hidden_CH * scale_C1).to(hidden_NH.dtype)
             for part in chunk.parts_of_vocabulary():

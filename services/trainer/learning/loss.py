@@ -50,8 +50,8 @@ To add a loss, write a function here and its entry in `LOSSES` or `SUMS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -117,12 +117,12 @@ TokenBound = Callable[[LossInputs, Tensor], Tensor]
 @dataclass(frozen=True)
 class Loss:
     """One loss. `terms` returns l `[N]` from the inputs and the ratios `[N]`, `average` a
-    micro-batch's share of the step's mean of values `[N]`. `fractions` returns by metric name the
-    bounds whose share of held tokens is reported."""
+    micro-batch's share of the step's mean of values `[N]`. `bounds` are by metric name the bounds
+    whose share of held tokens is reported."""
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
-    fractions: Callable[[Spec], dict[str, TokenBound]]
+    bounds: Mapping[str, TokenBound] = field(default_factory=dict[str, TokenBound])
 
 
 def total_loss(x: LossInputs) -> Tensor:
@@ -289,47 +289,45 @@ def held_dual(x: LossInputs, ratio_N: Tensor) -> Tensor:
     return (ratio_N > (x.training.dual_clip or math.inf)) & (x.advantages_N < 0)
 
 
-def clip_fractions(spec: Spec) -> dict[str, TokenBound]:
-    bounds: dict[str, TokenBound] = {
-        "clip_ratio/low_mean": held_low,
-        "clip_ratio/high_mean": held_high,
-        "clip_ratio/region_mean": held_either,
-    }
-    has_dual_clip = isinstance(spec, TrainingSpec) and spec.dual_clip is not None
-    return bounds if not has_dual_clip else bounds | {"clip_ratio/dual_mean": held_dual}
+CLIPS: dict[str, TokenBound] = {
+    "clip_ratio/low_mean": held_low,
+    "clip_ratio/high_mean": held_high,
+    "clip_ratio/region_mean": held_either,
+    "clip_ratio/dual_mean": held_dual,
+}
 
 
-def cispo_fractions(_spec: Spec) -> dict[str, TokenBound]:
-    return {"cispo_clip_ratio": held_high}
-
-
-def no_fractions(_spec: Spec) -> dict[str, TokenBound]:
-    return {}
+def bounds_of(spec: Spec) -> dict[str, TokenBound]:
+    """Returns by metric name the bounds whose share of held tokens is reported."""
+    bounds = dict(loss_of(spec).bounds)
+    if not (isinstance(spec, TrainingSpec) and spec.dual_clip is not None):
+        bounds.pop("clip_ratio/dual_mean", None)
+    return bounds
 
 
 LOSSES: dict[str, Loss] = {
-    "dapo": Loss(dual_clipped, mean_over_batch_tokens, clip_fractions),
-    "grpo": Loss(dual_clipped, mean_of_sequence_means, clip_fractions),
-    "dr_grpo": Loss(dual_clipped, mean_over_length_limit, clip_fractions),
-    "bnpo": Loss(dual_clipped, mean_over_step_tokens, clip_fractions),
-    "cispo": Loss(cispo, mean_over_batch_tokens, cispo_fractions),
-    "sapo": Loss(sapo, mean_of_sequence_means, no_fractions),
-    "gspo": Loss(dual_clipped, mean_of_sequence_means, clip_fractions),
+    "dapo": Loss(dual_clipped, mean_over_batch_tokens, CLIPS),
+    "grpo": Loss(dual_clipped, mean_of_sequence_means, CLIPS),
+    "dr_grpo": Loss(dual_clipped, mean_over_length_limit, CLIPS),
+    "bnpo": Loss(dual_clipped, mean_over_step_tokens, CLIPS),
+    "cispo": Loss(cispo, mean_over_batch_tokens, {"cispo_clip_ratio": held_high}),
+    "sapo": Loss(sapo, mean_of_sequence_means),
+    "gspo": Loss(dual_clipped, mean_of_sequence_means, CLIPS),
 }
 
 GIVEN: dict[str, Loss] = {
-    "sft": Loss(negative_log_likelihood, mean_over_batch_tokens, no_fractions),
-    "dpo": Loss(negative_log_likelihood, mean_over_pairs, no_fractions),
+    "sft": Loss(negative_log_likelihood, mean_over_batch_tokens),
+    "dpo": Loss(negative_log_likelihood, mean_over_pairs),
 }
 """The losses of given answers, by objective."""
 
 SUMS: dict[str, Loss] = {
-    "cross_entropy": Loss(negative_log_likelihood, total, no_fractions),
-    "importance_sampling": Loss(unclipped, total, no_fractions),
-    "ppo": Loss(clipped, total, no_fractions),
-    "cispo": Loss(cispo, total, no_fractions),
-    "dro": Loss(dro, total, no_fractions),
-    "gspo": Loss(clipped, total, no_fractions),
+    "cross_entropy": Loss(negative_log_likelihood, total),
+    "importance_sampling": Loss(unclipped, total),
+    "ppo": Loss(clipped, total),
+    "cispo": Loss(cispo, total),
+    "dro": Loss(dro, total),
+    "gspo": Loss(clipped, total),
 }
 """The losses of a program's calls."""
 

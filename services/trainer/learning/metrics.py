@@ -82,10 +82,10 @@ from services.trainer.learning.examples import UNKNOWN
 from services.trainer.learning.loss import (
     LossInputs,
     Spec,
+    bounds_of,
     importance_ratios,
     kl,
     kl_weight,
-    loss_of,
 )
 from shared.wire import Logprobs
 
@@ -144,9 +144,9 @@ class StepMetrics:
         num_tokens: int = 0,
     ) -> None:
         self._tokens_2N = torch.zeros((2, num_tokens), device=device)
-        self._fractions = loss_of(spec).fractions(spec)
+        self._bounds = bounds_of(spec)
         with_reference = ("kl",) if kl_weight(spec) else ()
-        self._update = (*self._fractions, *UPDATE, *with_reference)
+        self._update = (*self._bounds, *UPDATE, *with_reference)
         self.correction = correction
         self._version = version
         self._sums = {
@@ -166,7 +166,7 @@ class StepMetrics:
         if batch.weight == 0:
             return
         ratio_N = importance_ratios(x).double()
-        values = {name: held(x, ratio_N) for name, held in self._fractions.items()} | {
+        values = {name: held(x, ratio_N) for name, held in self._bounds.items()} | {
             "ratio/mean": ratio_N,
             "kl/old_k3": ratio_N - 1 - ratio_N.log(),
             "entropy": entropy_N,
