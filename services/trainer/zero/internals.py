@@ -131,23 +131,6 @@ def _drop_stage_3(optimizer: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Undo:
-    """Undoes an update: this rank's random numbers and, if the update has several steps, its
-    weights and optimizer. A step that was not taken, or that DeepSpeed refused, has not changed
-    these."""
-
-    random: dict[str, Any]
-    snapshot: Snapshot | None = None
-
-    def apply(self, zero: Any) -> None:
-        """Restores the state before the update: with several ranks and a snapshot, a collective."""
-        drop_gradients(zero)
-        if self.snapshot is not None:
-            self.snapshot.restore(zero)
-        restore_random_state(self.random)
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """This rank's master weights and optimizer state, in the host's memory: 12 bytes for each
     parameter that it keeps."""

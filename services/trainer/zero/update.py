@@ -61,7 +61,6 @@ from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.host_memory import HostCopies
 from services.trainer.zero.internals import (
     Snapshot,
-    Undo,
     drop_gradients,
     random_state,
     restore_random_state,
@@ -95,11 +94,14 @@ class FrozenLogprobs:
 
 @dataclass
 class Progress:
-    """The progress of a train step, a call or an optimizer step, for its errors, and how to undo
-    it. `stepping`: the optimizer is at work, and weights may be half changed. `shape`: sequences
+    """The progress of a train step, a call or an optimizer step, for its errors, and the state
+    before it: this rank's random numbers and, if it has several optimizer steps, weights and
+    optimizer. An optimizer step that was not taken, or that DeepSpeed refused, has not changed
+    these. `stepping`: the optimizer is at work, and weights may be half changed. `shape`: sequences
     and tokens, padding included, of the present micro-batch."""
 
-    undo: Undo = field(default_factory=lambda: Undo(random_state()))
+    random: dict[str, Any] = field(default_factory=random_state)
+    snapshot: Snapshot | None = None
     num_updates: int = 0
     update: int = 0
     passing: str = "the copy of weights and optimizer that several optimizer steps need"
@@ -338,8 +340,7 @@ class Updater:
         try:
             with self._undone_on_failure(progress):
                 if progress.num_updates > 1:
-                    snapshot = Snapshot.take(self.zero, self.copies)
-                    progress.undo = dataclasses.replace(progress.undo, snapshot=snapshot)
+                    progress.snapshot = Snapshot.take(self.zero, self.copies)
                 minibatches, frozen = self._frozen_passes(
                     examples, minibatches, training, metrics, progress
                 )
@@ -376,7 +377,7 @@ class Updater:
     def _add_call(self, examples: tuple[Example, ...], loss: TokenLoss) -> tuple[float, Logprobs]:
         self._restore_gradient()
         progress = Progress()
-        call = Call(examples, loss, progress.undo.random)
+        call = Call(examples, loss, progress.random)
         try:
             with self._undone_on_failure(progress):
                 metrics = self._add_gradient_of(call, progress)
@@ -401,7 +402,7 @@ class Updater:
             for call in self.calls:
                 restore_random_state(call.random)
                 self._add_gradient_of(call, progress)
-        restore_random_state(progress.undo.random)
+        restore_random_state(progress.random)
         self._is_dropped = False
 
     def _add_gradient_of(self, call: Call, progress: Progress) -> StepMetrics:
@@ -528,7 +529,11 @@ class Updater:
             raise self._out_of_memory(error, progress) from None
 
     def _undo(self, progress: Progress) -> None:
-        progress.undo.apply(self.zero)
+        """Restores the state before the update: with several ranks and a snapshot, a collective."""
+        drop_gradients(self.zero)
+        if progress.snapshot is not None:
+            progress.snapshot.restore(self.zero)
+        restore_random_state(progress.random)
         self._is_dropped = True
 
     def _out_of_memory(self, error: Exception, progress: Progress) -> Exception:
@@ -540,7 +545,7 @@ class Updater:
         reason = first_line(error)
         traceback.clear_frames(error.__traceback__)  # the frames hold the activations
         num_ranks = dist.get_world_size()
-        kept = num_ranks == 1 and (progress.undo.snapshot is not None or not progress.stepping)
+        kept = num_ranks == 1 and (progress.snapshot is not None or not progress.stepping)
         if kept:
             self._undo(progress)
         gc.collect()
