@@ -40,7 +40,8 @@ def write_atomically(target: Path, size_bytes: int, *, durable: bool) -> Iterato
         aside.mkdir()
         yield aside
         if durable:
-            _flush_all(aside)
+            for path in (*aside.rglob("*"), aside):
+                disk.flush(path)
         discard(target)
         aside.replace(target)
         if durable:
@@ -115,8 +116,3 @@ def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:
         "free some space, or point HONE_RUNS_DIR or HONE_SHM_DIR elsewhere",
         code="disk_full",
     )
-
-
-def _flush_all(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        disk.flush(path)

@@ -98,8 +98,8 @@ class Inbox:
     def fail(self, error: HoneError) -> None:
         """Answers the command under way with `error`, because the command will not end. Any thread
         may call this."""
-        if self._current is not None and not self._current.answer.done():
-            self._current.answer.set_exception(error)
+        if self._current is not None:
+            _answer(self._current.answer, error)
 
 
 class FirstLoad:

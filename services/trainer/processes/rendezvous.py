@@ -97,7 +97,9 @@ def meet(settings: Settings, place: Place, life: Path, last_failure: str | None)
                 for name in ("store", "failures", "heartbeats")
             )
         )
-    host, port = address_of(settings)
+    # the launcher has checked it
+    address, _, port_text = (settings.trainer_rendezvous or "").rpartition(":")
+    host, port = address.strip("[]"), int(port_text)
     if place.rank == 0:
         group = _open(host, port)
         group.set("shape", place.shape)
@@ -106,12 +108,6 @@ def meet(settings: Settings, place: Place, life: Path, last_failure: str | None)
         group = _join(host, port, place, last_failure)
     _wait_for_all(group, place)
     return Stores(group, _connect(host, port), _connect(host, port))
-
-
-def address_of(settings: Settings) -> tuple[str, int]:
-    """Returns host and port of HONE_TRAINER_RENDEZVOUS, which the launcher has checked."""
-    host, _, port = (settings.trainer_rendezvous or "").rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _open(host: str, port: int) -> TCPStore:

@@ -55,18 +55,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def usage(device: torch.device) -> str:
     """Returns a sentence on how much memory is used and free."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_allocated(device)
+        free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
+        own = torch.cuda.memory_allocated(device) / GIB
         return (
-            f"of {gib(total)} on {device}, {gib(free)} are free; this rank's tensors take "
-            f"{gib(own)}"
+            f"of {_gib(total)} on {device}, {_gib(free)} are free; this rank's tensors take "
+            f"{_gib(own)}"
         )
-    host = _kib_of(Path("/proc/meminfo"), "MemTotal", "MemAvailable")
-    process = _kib_of(Path("/proc/self/status"), "VmRSS")
-    return (
-        f"of {gib(host['MemTotal'])} of this host, {gib(host['MemAvailable'])} are free; this rank "
-        f"takes {gib(process['VmRSS'])}"
-    )
+    total, free = _gib_of(Path("/proc/meminfo"), "MemTotal", "MemAvailable")
+    (own,) = _gib_of(Path("/proc/self/status"), "VmRSS")
+    return f"of {_gib(total)} of this host, {_gib(free)} are free; this rank takes {_gib(own)}"
 
 
 def room_bytes(device: torch.device, num_ranks: int, job: Job) -> float:
@@ -202,10 +199,6 @@ def _toml(value: int | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def gib(num_bytes: int) -> str:
-    return _gib(num_bytes / GIB)
-
-
 def first_line(error: BaseException) -> str:
     """Returns the allocator's message, without its advice."""
     lines = str(error).splitlines()
@@ -216,10 +209,10 @@ def first_line(error: BaseException) -> str:
     )
 
 
-def _kib_of(file: Path, *names: str) -> dict[str, int]:
-    """Returns the named values of a file of "Name: 123 kB" lines, in bytes; 0 for missing ones."""
+def _gib_of(file: Path, *names: str) -> list[float]:
+    """Returns the named values of a file of "Name: 123 kB" lines, in GiB; 0 for missing ones."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
-    return {name: int(values.get(name, 0)) * 1024 for name in names}
+    return [int(values.get(name, 0)) * 1024 / GIB for name in names]
 
 
 # --- does a job fit beside the sampler? ----------------------------------------------------------

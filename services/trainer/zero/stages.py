@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor, nn
 
 from shared.errors import BadRequest
-from shared.job import Job, MemorySpec, TrainingSpec
+from shared.job import Job, TrainingSpec
 from shared.plan.memory import MAX_BUCKET
 from shared.wire import Optimization
 
@@ -229,16 +229,12 @@ def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # see make_optimizer
     }
-    return merged(base, check_overrides(memory))
+    check_allowed(memory.deepspeed)
+    return merged(base, memory.deepspeed)
 
 
-def check_overrides(memory: MemorySpec) -> dict[str, Any]:
-    """Returns `memory.deepspeed`. Raises BadRequest if it sets a key that is not `ALLOWED`."""
-    _check_allowed(memory.deepspeed, "")
-    return memory.deepspeed
-
-
-def _check_allowed(section: dict[str, Any], prefix: str) -> None:
+def check_allowed(section: dict[str, Any], prefix: str = "") -> None:
+    """Raises BadRequest if a section of `memory.deepspeed` sets a key that is not `ALLOWED`."""
     for key, value in section.items():
         path = f"{prefix}{key}"
         if path in ALLOWED:
@@ -246,7 +242,7 @@ def _check_allowed(section: dict[str, Any], prefix: str) -> None:
         if any(allowed.startswith(f"{path}.") for allowed in ALLOWED):
             if not isinstance(value, dict):
                 raise BadRequest(f"memory.deepspeed sets {path} to {value!r}, expected a table")
-            _check_allowed(value, f"{path}.")
+            check_allowed(value, f"{path}.")
             continue
         instead = INSTEAD.get(path, "it may change what is computed")
         raise BadRequest(
