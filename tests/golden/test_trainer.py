@@ -87,11 +87,17 @@ PROGRAMS = {
     ),
 }
 
+IN_BFLOAT16 = {
+    "train_step": ("dapo", "gspo", "epochs", "lora", "sft", "dpo", "zero_0", "zero_3"),
+    "program": ("ppo", "zero_0", "zero_3"),
+}
+"""Cases of both dtypes. A loss gets log-probs in float32 in either, so the others are not."""
+
 CASES = {
     f"{kind}-{name}-{dtype}": dataclasses.replace(case, training=case.training | {"dtype": dtype})
     for kind, cases in (("train_step", TRAIN_STEP), ("program", PROGRAMS))
     for name, case in cases.items()
-    for dtype in DTYPES
+    for dtype in (DTYPES if name in IN_BFLOAT16[kind] else ("float32",))
 }
 
 
