@@ -4,7 +4,6 @@ them."""
 import dataclasses
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 import torch
@@ -300,32 +299,19 @@ def test_infinite_log_probs_give_numbers_that_json_has(one_rank):
     assert "entropy" not in values
 
 
-def _rank_metrics(rank: int, folder: str) -> None:
-    """One of two ranks, with an uneven share of the sequences."""
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2)
-    )
-    _, values = measured([(0, 1)] if rank == 0 else [(1, 2), (2, 3)])
-    torch.save(values, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def of_two_ranks() -> list[dict[str, float]]:
+    """The metrics that each of two ranks reports, which have uneven shares of the sequences."""
+    _, values = measured([(0, 1)] if dist.get_rank() == 0 else [(1, 2), (2, 3)])
+    each = [values, values]
+    dist.all_gather_object(each, values)
+    return each
 
 
-@pytest.mark.slow
-def test_two_ranks_report_the_same_numbers_as_one(tmp_path, request):
-    other = torch.multiprocessing.spawn(_other_rank, args=(str(tmp_path),), join=False)
-    _rank_metrics(0, str(tmp_path))
-    assert other.join(60)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    request.getfixturevalue("one_rank")  # the two ranks had torch.distributed until here
-    _, alone = measured([(0, 1), (1, 2), (2, 3)])
+@pytest.mark.engine
+def test_two_ranks_report_the_same_numbers_as_one(pools):
+    _, alone = pools[1].call(measured, [(0, 1), (1, 2), (2, 3)])
     of_rank = {"num_micro_batches"}
-    for values in (first, second):
+    for values in pools[2].call(of_two_ranks):
         assert {k: v for k, v in values.items() if k not in of_rank} == pytest.approx(
             {k: v for k, v in alone.items() if k not in of_rank}, rel=1e-12
         )
-
-
-def _other_rank(_index: int, folder: str) -> None:
-    """The rank in another process; this one is rank 0, for each costs the import of torch."""
-    _rank_metrics(1, folder)
