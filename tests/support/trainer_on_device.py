@@ -223,7 +223,7 @@ def step_gap(model: Path, folder: Path, device: torch.device, stage: int) -> flo
     engine.close()
     policy = plain.load(model).to(device)
     with torch.device(device):
-        loss = plain.reference_loss(policy, examples, "dapo")
+        loss = plain.reference_loss(policy, examples)
     plain.step(policy, plain.optimizer(policy, plain.LEARNING_RATE), loss, plain.MAX_GRAD_NORM)
     after = {name: tensor.cpu() for name, tensor in plain.named(policy).items()}
     return plain.relative(

@@ -71,7 +71,7 @@ def test_all_experts_and_the_router_are_updated_as_in_plain_torch(ranks, tmp_pat
     updates = ranks.call(train, tmp_path, model, examples, (0, 2, 3))
     plain = load(model)
     plain.set_experts_implementation("eager")
-    loss = reference_loss(plain, examples, "dapo")
+    loss = reference_loss(plain, examples)
     norm = step(plain, optimizer(plain, LEARNING_RATE), loss, MAX_GRAD_NORM)
     plain.save_pretrained(tmp_path / "plain")
     expected = difference(weights(tmp_path / "plain"), before)
