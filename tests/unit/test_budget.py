@@ -26,7 +26,7 @@ LINES = {
     "services/orchestrator/store": 3_100,
     "services/reward": 14_460,
     "services/rollout": 5_700,
-    "services/trainer": 10_530,
+    "services/trainer": 10_370,
     "bench": 4_150,
     "deploy": 4_530,
 }

@@ -4,23 +4,16 @@ each other for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shared.errors import HoneError
 from shared.job import Job
-from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job, an_engine
+from tests.support.engine_ranks import SPREAD_SMALL, a_job, an_engine
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +44,10 @@ def refusals(job: Job, broken_rank: int | None = None) -> list[str]:
     return each
 
 
-def test_a_layout_that_one_rank_alone_cannot_compute_is_refused_on_all(ranks, model):
+def test_a_layout_that_one_rank_alone_cannot_compute_is_refused_on_all(pools, model):
     job = a_job(model)
-    assert ranks.call(refusals, job) == ["", ""]
-    first, second = ranks.call(refusals, job, 1)
+    assert pools[2].call(refusals, job) == ["", ""]
+    first, second = pools[2].call(refusals, job, 1)
     assert first == second
     assert first.startswith(
         "rank 1 would put sequences into 'padded' rows and rank 0 into 'shared'"
@@ -62,9 +55,9 @@ def test_a_layout_that_one_rank_alone_cannot_compute_is_refused_on_all(ranks, mo
     assert "because the model cannot compute a forest of sequences: no such kernel" in first
 
 
-def test_a_head_with_an_adapter_is_refused_where_its_calls_are_collectives(ranks, model):
+def test_a_head_with_an_adapter_is_refused_where_its_calls_are_collectives(pools, model):
     lora = {"target_modules": ["lm_head", "q_proj"]}
-    assert ranks.call(refusals, a_job(model, lora=lora)) == ["", ""]
+    assert pools[2].call(refusals, a_job(model, lora=lora)) == ["", ""]
     spread = a_job(model, lora=lora, memory={"zero_stage": 3, "deepspeed": SPREAD_SMALL})
-    first, second = ranks.call(refusals, spread)
+    first, second = pools[2].call(refusals, spread)
     assert first == second and "peft.tuners.lora.layer.Linear, expected a plain" in first
