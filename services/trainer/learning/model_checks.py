@@ -12,12 +12,10 @@ Hidden states are compared on three short probe sequences.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learning import attention
@@ -57,7 +55,7 @@ def check_head(model: Any, name: str) -> None:
     hidden_1TH = model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state
     rule = rule_of(model.config)
     factor = LOUD_LOGIT / max(1e-6, head(hidden_1TH).abs().max().item())
-    with _multiplied_input(head, factor):
+    with head.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0], *inputs[1:])):
         ours_1TV = rule.logits(head(hidden_1TH))
         theirs_1TV = model(
             input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False
@@ -76,15 +74,6 @@ def check_head(model: Any, name: str) -> None:
             f"padding to its right changes its hidden state by {difference:.2g} of its norm; "
             "expected a causal model"
         )
-
-
-@contextmanager
-def _multiplied_input(module: nn.Module, factor: float) -> Iterator[None]:
-    hook = module.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0], *inputs[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class ChosenLayout(NamedTuple):

@@ -17,7 +17,7 @@ What this assumes about a model is checked when a job starts (`model_checks.py`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -230,12 +230,10 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if not any(module.children()) or any(True for _ in module.parameters(recurse=False))
     ]
-    hooks = [module.register_forward_hook(rounded) for module in computing]
-    try:
+    with ExitStack() as hooks:
+        for module in computing:
+            hooks.enter_context(module.register_forward_hook(rounded))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def perturb(tensor: Tensor, generator: torch.Generator) -> Tensor:
