@@ -96,16 +96,22 @@ def clipped(ratio, advantage: float):
     return -torch.min(ratio * advantage, ratio.clip(*MAX_RATIO) * advantage)
 
 
-def reference_loss(policy, examples: Sequence[Example]):
-    """The loss "dapo" of one optimizer step over `examples`."""
+def reference_loss(policy, examples: Sequence[Example], loss: str = "dapo"):
+    """The loss of one optimizer step over `examples`."""
     import torch
 
     total = torch.zeros(())
+    total_tokens = sum(len(example.token_ids) for example in examples)
     for example in examples:
         new = logprobs(policy, example.prompt_token_ids, example.token_ids)
-        ratio = (new - torch.tensor(example.old_logprobs)).exp()
-        total = total + clipped(ratio, example.advantage).sum()
-    return total / sum(len(example.token_ids) for example in examples)
+        log_ratio = new - torch.tensor(example.old_logprobs)
+        if loss == "dapo":
+            total = total + clipped(log_ratio.exp(), example.advantage).sum() / total_tokens
+        elif loss == "grpo":
+            total = total + clipped(log_ratio.exp(), example.advantage).mean() / len(examples)
+        else:  # gspo: the ratio of the whole sequence
+            total = total + clipped(log_ratio.mean().exp(), example.advantage) / len(examples)
+    return total
 
 
 def optimizer(policy, learning_rate: float, weight_decay: float = 0.0, **constants: Any):
