@@ -13,7 +13,6 @@ import pytest
 
 from deploy.machine import visible_devices
 from hone.commands import doctor
-from services.trainer.processes.ranks import has_gpu
 from shared.errors import BadRequest, Failed
 from shared.host import nvidia
 from shared.plan.gpus import cpu, gpus_of, host_memory_bytes, parse_gpus
@@ -31,6 +30,12 @@ NO_CUDA = "AssertionError: Torch not compiled with CUDA enabled"
 on_cpu_build = pytest.mark.skipif(
     not version("torch").endswith("+cpu"), reason="needs torch's CPU build"
 )
+
+
+def has_gpu() -> bool:
+    from services.trainer.processes import ranks  # imports torch, which collecting does without
+
+    return ranks.has_gpu()
 
 
 @pytest.fixture
