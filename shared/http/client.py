@@ -149,7 +149,7 @@ class Client:
         wait_s: int | None = None,
         patience_s: float | None = None,
     ) -> M:
-        """Returns the result of the operation, which may take up to `deadline_s` seconds.
+        """Returns the result of the operation. `deadline_s`: the maximum time for it, in seconds.
 
         `key` is its Idempotency-Key; without one each call has its own. After `wait_s` seconds (20)
         the operation is polled for, together with all others of this client, so it holds no

@@ -261,10 +261,10 @@ class GenerateRequest(Fencing):
     `top_logprobs` are how many of the likeliest tokens it has, with their log-probs, at each place
     of the prompt and of the completions.
 
-    With `tool_choice` "none" the calls in an answer stay text. A `tool_choice` that forces a call,
-    `parallel_tool_calls` false (one call at most) and `json_schema` (of the answer's text) limit
-    which tokens can be sampled: the `MAX_KEPT` likeliest of those that are allowed, or fewer, and
-    `Rollout.kept_ids` lists them.
+    With `tool_choice` "none" the calls in an answer stay text. Three fields limit which tokens can
+    be sampled: a `tool_choice` that forces a call, `parallel_tool_calls` false (at most one call),
+    and `json_schema` (of the answer's text). Then at most the `MAX_KEPT` likeliest of the allowed
+    tokens are sampled, and `Rollout.kept_ids` lists them.
 
     A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. With
     `fit` a completion may have fewer than `sampling.max_tokens` tokens: as many as the model's

@@ -274,10 +274,10 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """The most tokens that `what` (the model, or a key of the job) holds: `limit` for prompt and
-    completion together, of which a completion takes up to `max_tokens`. `key` is the job's key for
-    `max_tokens`, and `overlong` its treatment of longer prompts. `num_fitting` counts prompts that
-    fit."""
+    """Whether prompts leave room for their completions. `limit` is the maximum number of tokens of
+    prompt and completion together, and `what` sets it: the model, or a key of the job. A completion
+    has at most `max_tokens`, which the job's `key` sets. `overlong` says what happens to longer
+    prompts. `num_fitting` counts the prompts that fit."""
 
     reader: PromptReader
     limit: int

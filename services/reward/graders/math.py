@@ -78,13 +78,13 @@ class MathParams(Params):
 class Math(ItemGrader[MathParams]):
     """1 if the completion's final answer is mathematically equal to the row's, else 0.
 
-    Where the row's answer is a plain number, the completion's must be one too, worked out: `8 + 9`,
-    `34/2` and `\\sqrt{289}` are not `17`, and of a text that marks no answer the last sentence with
-    a number, or the one that says "the answer is", must state one number, and must not be cut off
-    by the limit of tokens. How it is written is free, and so is how a formula is written. A task
-    that asks for another notation (3 dozen in digits, 5 km in m, 75% as a decimal) or another form
-    of a formula (expand, simplify) can therefore be answered with its question: use `exact_match`
-    for it, or `regex`."""
+    If the row's answer is a plain number, the completion's answer must be a computed number:
+    `8 + 9`, `34/2` and `\\sqrt{289}` are not `17`. If the completion marks no answer, its last
+    sentence with a number, or the sentence that says "the answer is", must state one number and
+    must not be cut off by the token limit. Any notation of the number or formula is accepted. A
+    task that asks for another notation (3 dozen in digits, 5 km in m, 75% as a decimal) or another
+    form of a formula (expand, simplify) can therefore be answered with its own question: use
+    `exact_match` or `regex` for it."""
 
     pure = True
     has_full_mark = True

@@ -40,7 +40,7 @@ from shared.settings import Settings
 from shared.wire import GraderInfo, Part, ScoreItem
 
 LONG_CHARS = 10_000
-"""Completions of so many characters are read in a thread: 260,000 take up to 0.1 s."""
+"""Longer completions are read in a thread: 260,000 characters take as much as 0.1 s."""
 
 REFERENCES = (
     *("canonical_solution", "reference_solution", "solution", "solutions", "code"),
@@ -164,8 +164,8 @@ class Grader(ABC, Generic[P]):
         columns."""
 
     def subject(self, item: ScoreItem) -> ScoreItem:
-        """Returns the item with the text to grade as its completion. A long completion takes up to
-        0.1 s: see `subjects`."""
+        """Returns the item with the text to grade as its completion. For a long completion this
+        takes as much as 0.1 s; `subjects` does it in a thread."""
         return item if self.whole_text else strip_reasoning(item, self.spec.reasoning)
 
     async def subjects(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:

@@ -360,8 +360,8 @@ class DeepSpeedEngine:
             lora.save_adapter(self._parts.wrapped, weights, folder)
 
     def live_weights(self) -> dict[str, Tensor]:
-        """Returns the tensors of the model on its device. Raises BadRequest under LoRA and ZeRO-3,
-        and Conflict for a model whose tensors are not those of its checkpoint."""
+        """Returns the tensors of the model on its device. Raises BadRequest with LoRA or ZeRO-3.
+        Raises Conflict if the model's tensors differ from those of its checkpoint."""
         if not self._job.has_live_weights:
             raise BadRequest("under LoRA or ZeRO-3 no device has whole weights to serve")
         model = self._parts.model

@@ -45,7 +45,7 @@ from shared.wire import Part, ScoreItem, Verdict
 CALLS_PER_JOB = 32
 
 LONG_CHARS = 3000
-"""Columns of so many characters take up to 0.15 s to read; longer ones are read in a thread."""
+"""A longer column is read in a thread. Reading one of this length takes at most 0.15 s."""
 
 _SPOKEN = {
     "nan": re.compile(r"\b(is)?nan\b", re.IGNORECASE),
