@@ -90,7 +90,8 @@ class Environment:
     def ended_with_the_job(self) -> bool:
         """Waits for its end, and returns whether the job's end was the reason: it exits with 0, or
         was started again just then and may not register any more."""
-        return self.process.wait(120) == 0 or "409, message='Conflict'" in self.log()
+        refused = "Error registering env: 409, message='Conflict'"
+        return self.process.wait(120) == 0 or refused in self._log.read_text()
 
     def log(self) -> str:
         return self._log.read_text()[-3000:]
