@@ -32,6 +32,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from shared.errors import Conflict, Failed, HoneError, Malformed, NotFound, Unavailable
@@ -362,8 +363,8 @@ async def _until_below(busy: Callable[[], int], limit: int, told: int | None) ->
 
 
 async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
-    """Returns the result of the work, which ends if the request's client goes away before. Then
-    raises Failed."""
+    """Returns the result of the work. If the request's client disconnects before, cancels the work
+    and raises ClientDisconnect, which is logged with status 499."""
     task = asyncio.create_task(work)
     try:
         await first_of([task], client_gone(request))
@@ -371,7 +372,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
         task.cancel()
         await asyncio.wait({task})
     if task.cancelled():
-        raise client_disconnected(f"{request.method} {request.url.path}")
+        raise ClientDisconnect
     return task.result()
 
 

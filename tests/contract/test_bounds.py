@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from fastapi import Request
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from services.orchestrator.app import LARGER_WEIGHT, WEIGHT, create_service, most_bytes
@@ -18,6 +19,7 @@ from services.orchestrator.extensions.pushed import groups
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
 from shared.http import codec
+from shared.http.operations import unless_gone
 from shared.http.service import Service
 from shared.job import Job
 from shared.job.checks import check as check_sections
@@ -298,21 +300,29 @@ async def test_a_bug_in_any_route_is_a_problem_document(settings: Settings) -> N
     assert answer.headers["x-request-id"]
 
 
-async def test_a_client_that_disconnects_in_its_body_is_an_expected_end(
-    settings: Settings, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/nothing", {"body": b'{"a', "more_body": True}),
+        ("/waiting", {"body": b"{}", "more_body": False}),
+    ],
+    ids=["in its body", "while it waits"],
+)
+async def test_a_client_that_disconnects_is_an_expected_end(
+    settings: Settings, capsys: pytest.CaptureFixture[str], path: str, body: dict[str, Any]
 ) -> None:
     service = Service("trainer", settings)
 
     async def nothing(_: NoBody) -> NoBody:
         return NoBody()
 
+    @service.app.post("/waiting")
+    async def wait(request: Request) -> None:
+        await request.body()
+        await unless_gone(asyncio.sleep(60), request)
+
     service.operation("POST", "/nothing", nothing)
-    messages = iter(
-        [
-            {"type": "http.request", "body": b'{"a', "more_body": True},
-            {"type": "http.disconnect"},
-        ]
-    )
+    messages = iter([{"type": "http.request", **body}, {"type": "http.disconnect"}])
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -327,8 +337,8 @@ async def test_a_client_that_disconnects_in_its_body_is_an_expected_end(
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": "/nothing",
-        "raw_path": b"/nothing",
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
         "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
@@ -338,7 +348,7 @@ async def test_a_client_that_disconnects_in_its_body_is_an_expected_end(
     await service.app(scope, receive, send)
     assert sent == []
     counted = service.registry.get_sample_value(
-        "hone_http_requests_total", {"method": "POST", "path": "/nothing", "status": "499"}
+        "hone_http_requests_total", {"method": "POST", "path": path, "status": "499"}
     )
     assert counted == 1
     assert "Traceback" not in capsys.readouterr().out
