@@ -764,6 +764,19 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
         await reload(client, headless)
 
 
+async def test_an_engine_that_is_terminated_while_it_samples_loses_no_rollout(
+    service: Running, client: Client
+) -> None:
+    engine = service.engine_pid()
+    sampling = Sampling(n=16, max_tokens=200)
+    asked = asyncio.create_task(generate(client, prompt_token_ids=[5, 6], sampling=sampling))
+    while not await under_way(service):
+        await asyncio.sleep(0.01)
+    os.kill(engine, signal.SIGTERM)
+    with pytest.raises(StateLost, match="the engine process died"):
+        await asyncio.wait_for(asked, 60)
+
+
 async def test_a_conversation_may_continue_from_what_older_weights_cached(
     service: Running, client: Client
 ) -> None:

@@ -48,7 +48,7 @@ from services.rollout.on_vllm.openai_routes import openai_app
 from services.rollout.on_vllm.processes import freeze_heap, root_cause, stop_children
 from services.rollout.running import label
 from services.rollout.weights.adapters import LoadedAdapters
-from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
+from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost, Unavailable
 from shared.host.processes import run_in_thread
 from shared.job.sampling import MAX_KEPT
 from shared.settings import Settings
@@ -163,7 +163,9 @@ class VllmEngine:
         try:
             params = sampling_params(sampling, num_top, constraint)
             params.detokenize = bool(sampling.stop)
-            output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
+            output = await self._last_output(
+                prompt_token_ids, params, salt, name, adapter=adapter, ending=ending
+            )
         finally:
             if ending:
                 ending.cancel()
@@ -385,7 +387,10 @@ class VllmEngine:
         name: int,
         priority: int = 0,
         adapter: Adapter | None = None,
+        ending: asyncio.Task[None] | None = None,
     ) -> RequestOutput:
+        """Returns the finished output. Raises StateLost if the engine process dies, and Unavailable
+        if vLLM ended the request itself: only the task `ending` may end it."""
         prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids)
         if salt:
             prompt["cache_salt"] = salt
@@ -405,6 +410,10 @@ class VllmEngine:
         except VLLMClientError as error:
             raise BadRequest(str(error)) from error
         assert last is not None, "vLLM ends a request with an output"
+        is_ended = ending is not None and ending.done()
+        if not is_ended and any(one.finish_reason == "abort" for one in last.outputs):
+            # an engine process that gets SIGTERM answers all requests so, and then ends
+            raise Unavailable("vLLM's engine process ended the request; send the request again")
         self._num_prompt_tokens += len(prompt_token_ids)
         self._num_cached_tokens += last.num_cached_tokens or 0
         return last
