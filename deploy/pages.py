@@ -1,9 +1,9 @@
-"""The parts of the documentation that `make docs` writes, each between two marks in its page:
-docs/graders.md, from the texts of `hone explain` for each grader; docs/migrating.md; the rooms of
-the orchestrator in docs/architecture.md, with what each imports (`tests/unit/test_imports.py` holds
-their order); the parameters of `hone.Trainer` in docs/trainer.md; the metrics of a step in
-docs/observability.md, from the file that the page reads; docs/versions.md, from the entries of
-`make compat` in hone/tested.toml; and llms.txt (https://llmstxt.org), the list of all pages."""
+"""The documentation that `make docs` writes. Between two marks in a page: docs/graders.md, from the
+texts of `hone explain` for each grader; docs/migrating.md; the rooms of the orchestrator in
+docs/architecture.md, with what each imports (`tests/unit/test_imports.py` holds their order); the
+parameters of `hone.Trainer` in docs/trainer.md; the metrics of a step in docs/observability.md,
+from the file that the page reads; docs/versions.md, from the entries of `make compat` in
+hone/tested.toml. As a whole file: llms.txt (https://llmstxt.org), the list of all pages."""
 
 from __future__ import annotations
 
@@ -213,7 +213,10 @@ WRITTEN = {
 }
 """The text between the marks in a page of docs/, by the page's name."""
 
-BEGIN, END = "<!-- `make docs` writes this -->\n", "<!-- end of what `make docs` writes -->\n"
+BEGIN, END = (
+    "<!-- `make docs` writes this -->\n",
+    "<!-- end of the part that `make docs` writes -->\n",
+)
 
 
 def page_of(name: str) -> Path:

@@ -243,8 +243,10 @@ def _write_problems(path: Path, problems: Sequence[Problem]) -> None:
     path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
 
 
-def make(write_task: Callable[[Path, int], None], description: str | None) -> None:
-    """Writes a task as the command line says."""
+def write_from_command_line(
+    write_task: Callable[[Path, int], None], description: str | None
+) -> None:
+    """Reads `--out` and `--seed` from the command line, and writes the task there."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -264,4 +266,4 @@ def make(write_task: Callable[[Path, int], None], description: str | None) -> No
 
 
 if __name__ == "__main__":
-    make(write_task, __doc__)
+    write_from_command_line(write_task, __doc__)

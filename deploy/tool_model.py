@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from deploy.tiny_model import make, tokenizer_of
+from deploy.tiny_model import tokenizer_of, write_from_command_line
 
 PAD, BEGIN, END = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, END_ID = 0, 2
@@ -140,4 +140,4 @@ def make_tool_model(folder: Path, seed: int = 0) -> Path:
 
 
 if __name__ == "__main__":
-    make(write_task, __doc__)
+    write_from_command_line(write_task, __doc__)

@@ -375,9 +375,9 @@ class AsyncClient:
             after = page[-1].id if page else after
             if not follow:
                 return
-        goes_on = calling.follow if follow else calling.pages
+        read_events = calling.follow if follow else calling.pages
         async with contextlib.aclosing(
-            goes_on(self._calls.client, job_id, after, progress)
+            read_events(self._calls.client, job_id, after, progress)
         ) as stream:
             async for event in stream:
                 yield event

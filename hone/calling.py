@@ -135,11 +135,11 @@ def body_of(kind: type[M], **fields: Any) -> M:
 RECONNECT_S = 60.0
 """Most seconds without any answer."""
 
-Hears: TypeAlias = "Callable[[wire.JobProgress], None]"
+ProgressCallback: TypeAlias = "Callable[[wire.JobProgress], None]"
 
 
 async def pages(
-    client: Client, job_id: str, after: str, progress: Hears | None = None
+    client: Client, job_id: str, after: str, progress: ProgressCallback | None = None
 ) -> AsyncGenerator[wire.Event]:
     """Yields the past events after event `after`; never calls `progress`."""
     following: str | None = after
@@ -152,10 +152,10 @@ async def pages(
 
 
 async def follow(
-    client: Client, job_id: str, after: str, progress: Hears | None = None
+    client: Client, job_id: str, after: str, progress: ProgressCallback | None = None
 ) -> AsyncGenerator[wire.Event]:
     """Yields past and new events after event `after`. Every two seconds without an event,
-    `progress` is called with the job's state, or with the news that the orchestrator does not
+    `progress` is called with the job's state, or with a message that the orchestrator does not
     answer."""
 
     def away(seconds: float) -> None:

@@ -74,15 +74,15 @@ def control(
     return subprocess.call(command, stdout=told_to, env=os.environ | dict(settings or {}))
 
 
-def on_modal(
+def run_modal_action(
     action: str,
     *arguments: str,
     output: str,
     settings: Mapping[str, str] | None = None,
     stdout: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Returns how an action of `deploy.modal.manage` ended. Raises BadRequest if Modal's client is
-    missing."""
+    """Runs an action of `deploy.modal.manage` and returns the ended process. Raises BadRequest if
+    Modal's client is missing."""
     if importlib.util.find_spec("modal") is None:
         raise BadRequest(f"the Modal client is not installed: {how_to_install('modal')}")
     command = [sys.executable, "-m", "deploy.modal.manage", action, *arguments, "--output", output]

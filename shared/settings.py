@@ -201,7 +201,7 @@ class Settings(Documented):
     max_key_jobs: int = Field(default=MAX_KEY_JOBS, ge=1)
     """Most jobs of one API key that have not ended; paused ones and models of programs count.
     A job has at most 1 MiB in Redis, whose memory all jobs share. Jobs that are submitted with
-    HONE_TOKEN do not count: whoever has it can also raise this limit."""
+    HONE_TOKEN do not count: its holder can also raise this limit."""
 
     patience_s: float = Field(default=90.0, gt=0)
     """Seconds without a break that a service may be unavailable (unreachable, or answering 503)

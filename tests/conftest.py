@@ -43,9 +43,9 @@ nvidia.hide_from_cpu_build()
 
 
 class LazyRoute(APIRoute):
-    """Is made when more than its path is first asked for. An application has hundreds of routes, a
-    test makes up to four applications and calls a few routes of each, and making a route takes most
-    of the time of making one."""
+    """A route that is built when an attribute other than its path is first read. An application
+    has hundreds of routes, a test makes up to four applications and calls a few routes of each, and
+    making a route takes most of the time of making one."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         self.path, (self.path_regex, _, _) = path, compile_path(path)
@@ -82,8 +82,9 @@ alone on two cores."""
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """What is imported and collected lives to the end: visiting these half a million objects again
-    and again takes half of the time of collecting, and 0.5 s each time during the tests."""
+    """Freezes what is imported and collected, which lives to the end: the garbage collector would
+    visit half a million objects repeatedly, for half of the time of collecting, and 0.5 s each time
+    during the tests."""
     gc.disable()
     try:
         return (yield)
@@ -110,7 +111,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drop_requests(_logger: Any, _method: str, line: structlog.typing.EventDict) -> Any:
-    """Spares the line of each request, which would be written for a test that failed only."""
+    """Drops the log line of each request, which would be shown only for a failed test."""
     if line["event"] == "request":
         raise structlog.DropEvent
     return line

@@ -123,7 +123,8 @@ async def _ended() -> None:
 
 @dataclass
 class Worker:
-    """Episodes are leased from `client`, and agents run in the loop `playing`."""
+    """Leases episodes from `client`, and runs up to `concurrency` agents in the loop `playing`.
+    `tell` receives messages for the operator, `note` the progress after each change."""
 
     agent: Agent
     client: AsyncClient
@@ -206,7 +207,10 @@ class Worker:
             self.progress.lost += 1
         except Exception as error:  # reported and counted; another try may succeed
             self.progress.lost += 1
-            self.tell(f"an episode's result was not taken: {first_line(error)}")
+            self.tell(
+                f"the orchestrator did not take the result of episode {episode.id!r}: "
+                f"{first_line(error)}; its lease is returned, and another try may succeed"
+            )
             with contextlib.suppress(HoneError):  # the lease expires
                 await self.client.renew_leases(self._name, (), returned=(episode.id,))
         finally:

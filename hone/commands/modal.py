@@ -51,5 +51,5 @@ def upload(
 
 
 def _manage(action: str, output: Output, *arguments: str) -> None:
-    if code := stack.on_modal(action, *arguments, output=output).returncode:
+    if code := stack.run_modal_action(action, *arguments, output=output).returncode:
         raise typer.Exit(2 if code > 0 else 130)

@@ -151,7 +151,7 @@ def _on_modal(settings: dict[str, str], packages: tuple[str, ...], *arguments: s
 
     if packages:
         settings |= {"HONE_SANDBOX_PACKAGES": ",".join(packages)}
-    ended = stack.on_modal(
+    ended = stack.run_modal_action(
         "up", *arguments, output="json", settings=settings, stdout=subprocess.PIPE
     )
     if ended.returncode:

@@ -67,12 +67,12 @@ def ssl_context() -> ssl.SSLContext:
 
 @functools.cache
 def context_without_certificates() -> ssl.SSLContext:
-    """Returns a context that trusts no one."""
+    """Returns the one context without certificates: reading certificates takes long."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def ssl_context_for(url: str) -> ssl.SSLContext:
-    """Returns the context for clients of a service: without certificates if it needs none."""
+    """Returns the context for clients of the service at `url`: without certificates for `http:`."""
     return context_without_certificates() if url.startswith("http:") else ssl_context()
 
 

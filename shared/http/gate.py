@@ -59,8 +59,8 @@ TINKER = "tml-"
 """What the keys of Tinker's SDK begin with: it takes no others."""
 
 DISCONNECTED = 499
-"""Status, in log and metrics, of a request whose client went away before it was answered, as nginx
-has it."""
+"""Status, in log and metrics, of a request whose client disconnected before it was answered, as
+nginx has it."""
 
 READING = ("GET", "HEAD")
 """Methods that change nothing."""

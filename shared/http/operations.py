@@ -285,7 +285,7 @@ class Operations:
         except asyncio.CancelledError as error:
             if self._draining.has_begun():
                 raise self._draining.error() from error
-            raise client_disconnected(name) from error
+            raise Failed(f"{name} was cancelled: its client disconnected") from error
 
     def _finished(self, operation: Operation) -> None:
         operation.finished_at = time.monotonic()
@@ -328,10 +328,6 @@ async def failing_as(name: str, deadline_s: float) -> AsyncGenerator[None]:
     except Exception as error:  # a bug: the last resort of a request's work
         get_logger().exception("operation failed", operation=name)
         raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
-
-
-def client_disconnected(name: str) -> Failed:
-    return Failed(f"{name} was ended: its client went away")
 
 
 async def first_of(
@@ -377,7 +373,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
 
 
 async def client_gone(request: Request) -> None:
-    """Returns once the client went away. The request's body must have been read."""
+    """Returns once the client has disconnected. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -42,7 +42,7 @@ async def sampler_at(url: str) -> Check:
     return next(check for check in checks if check.name == "rollout")
 
 
-async def test_services_are_as_the_orchestrator_says_or_faults_where_they_do_not_answer(
+async def test_a_silent_service_is_a_fault_only_beside_a_running_orchestrator(
     tmp_path: Path,
 ) -> None:
     """They listen at ports of their own, and nothing is at the default ones. Where the orchestrator

@@ -397,7 +397,7 @@ async def test_a_call_ends_at_the_sampler_when_its_client_disconnects(stack: Sta
     await asyncio.wait_for(ended.wait(), 60)
 
 
-async def test_no_json_and_what_is_missing_of_openais_api_is_refused_with_its_path(
+async def test_a_body_that_is_no_json_and_routes_that_are_missing_are_refused(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="the body is no JSON"):

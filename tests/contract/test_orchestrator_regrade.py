@@ -126,7 +126,7 @@ async def test_a_run_grades_with_its_id_and_the_length_in_tokens(stack: Stack) -
     assert {item.num_tokens for request in asked for item in request.items} == {2}
 
 
-async def test_a_regrade_is_an_operation_to_poll_of_steps_that_are_there(
+async def test_a_regrade_is_polled_once_by_key_and_refuses_missing_steps(
     stack: Stack, done: JobRecord
 ) -> None:
     for job_id, steps, error, sentence in (

@@ -18,7 +18,7 @@ from services.orchestrator.store import store as store_module
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.records import find_runs
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, Conflict, Failed
+from shared.errors import Conflict, Failed
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
@@ -69,10 +69,6 @@ async def change(client: Client, job_id: str, what: str) -> JobState:
 
 async def resume(client: Client, job_id: str) -> JobState:
     return await change(client, job_id, "resume")
-
-
-async def refuse(_: object) -> None:
-    raise BadRequest("no such model")
 
 
 async def until(get: Callable[[], Awaitable[Any]], wanted: Any) -> None:

@@ -290,7 +290,7 @@ async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
     assert ways[1].data["weight_sync"] == "shm" and ways[1].data["seconds"] >= 0
 
 
-async def test_what_is_sent_is_written_only_for_a_sampler_that_failed_to_take_it(
+async def test_no_files_are_written_when_every_sampler_takes_what_is_sent(
     stack: Stack,
 ) -> None:
     published: list[tuple[int, str]] = []

@@ -69,7 +69,7 @@ async def test_operations_that_wait_have_a_quota_by_key(
     assert (await step(first, 2, alice)).status_code == 200, "it has come before"
     assert (await step(bobs, 1, bob)).status_code == 200
     OperationLog(settings.runs_dir / first).finish(1, OperationOutcome(step=1))
-    monkeypatch.setattr(log_module, "RETRY_AFTER_S", 0)  # as if that time were over
+    monkeypatch.setattr(log_module, "QUOTA_RETRY_AFTER_S", 0)  # as if that time were over
     assert (await step(second, 1, alice)).status_code == 200
 
 
@@ -88,7 +88,7 @@ def test_bytes_that_wait_are_counted_also_of_an_earlier_process(
     log.finish(1, OperationOutcome(step=1))
     with pytest.raises(Busy):  # thousands of files are not looked at for each request
         full.check("alice", log, "00000002")
-    monkeypatch.setattr(log_module, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(log_module, "QUOTA_RETRY_AFTER_S", 0)
     full.check("alice", log, "00000002")
 
 

@@ -84,7 +84,7 @@ WHERE: dict[str, dict[str, Any]] = {
 
 
 class Hold:
-    """Calls that are held: `reached` is set once there is one, and `released` lets them go on."""
+    """Calls that are held. `reached` is set at the first; setting `released` lets all continue."""
 
     def __init__(self, when: Callable[[Any], object]) -> None:
         self.reached, self.released = asyncio.Event(), asyncio.Event()
@@ -169,7 +169,7 @@ class FakeServices:
         return self._services[name]
 
     def hold(self, route: str, when: Callable[[Any], object] = lambda _: True) -> Hold:
-        """Holds the calls of the route for which `when` holds."""
+        """Holds the calls of the route for which `when` is true."""
         hold = self.fault[route] = Hold(when)
         return hold
 

@@ -34,7 +34,6 @@ from tests.support.real_model import real_model
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 END = 2
 """The id of <|im_end|>."""
 

@@ -69,7 +69,6 @@ class Trainer:
     server: CutServer
     version: int = 0
     publish_s: float = 0.0
-    swap: tuple[str, str] | None = None
     keep: dict[str, Any] = field(default_factory=dict)
 
     def step(self, size: float = 0.02) -> None:

@@ -21,7 +21,6 @@ from tests.system.test_rollout_engine import Running, start
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 
 JOB = """
 name = "distilled"

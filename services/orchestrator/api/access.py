@@ -1,5 +1,5 @@
-"""Named API keys, what each allows, and the routes that make, list and revoke them; and the keys'
-shares in a common resource, such as memory.
+"""Named API keys, what each allows, and the routes that make, list and revoke them. `Shares`
+divides a common resource, such as memory, among the keys.
 
 A key is a file of its own. So orchestrators that share a folder of runs have the same keys, keys
 work while Redis is unreachable, and a revoked key is void at once:

@@ -306,7 +306,8 @@ KINDS: tuple[tuple[Callable[[Source], bool], Callable[[SourceRequest], Table]], 
     (lambda source: str(source).startswith("file-"), _no_upload),
     (lambda _: True, _hub),
 )
-"""A test of each kind of sources, and the function that opens them."""
+"""For each kind of source a test, and the function that opens it. The first test that holds
+decides."""
 
 
 def needs_hub(job: Job, settings: Settings) -> bool:

@@ -164,8 +164,9 @@ def missing(job: Job) -> str | None:
         )
     if absent := [name for name in job.trackers if importlib.util.find_spec(name) is None]:
         reasons.append(
-            f"trackers: {', '.join(absent)} will have nothing of this run: the package is not "
-            "installed where the orchestrator runs: pip install 'hone-rl[trackers]'"
+            f"trackers: {', '.join(absent)} will have nothing of this run, because the package is "
+            "not installed where the orchestrator runs; install it there: pip install "
+            "'hone-rl[trackers]'"
         )
     return "; ".join(reasons) or None
 

@@ -276,7 +276,8 @@ HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?(reward|loss|pass@1)")
 
 
 class Journal:
-    """Every method raises LeaseLost, and reports nothing, once another worker has the job."""
+    """Reports a run's events, and the fields of its record that change with them. Every method
+    raises LeaseLost, and reports nothing, once another worker has the job."""
 
     def __init__(self, store: WorkerSide, lease: Lease) -> None:
         self._store = store

@@ -81,8 +81,8 @@ async def check_allowed(store: Store, job: Job, runs_dir: Path, present: Job | N
 
 
 async def _visible_path(store: Store, named: str, root: Path) -> Path:
-    """Returns the path, resolved. Raises NotFound if it is in a run folder in `root` whose job is
-    not there for the caller."""
+    """Returns the resolved path. Raises NotFound for a path in the run folder of a job that the
+    caller may not see. Run folders are in `root`."""
     path = await run_in_thread(lambda: Path(named).resolve())
     if path.is_relative_to(root) and path != root:
         await store.get(path.relative_to(root).parts[0])
@@ -269,7 +269,7 @@ def path_of(folder: Path, name: str) -> Path:
 
 async def check_start(store: Store, job: Job, runs_dir: Path) -> None:
     """Raises BadRequest for a checkpoint that the job cannot begin with (`training.start_from`),
-    and NotFound for one of a job that is not there for the caller."""
+    and NotFound for a checkpoint of a job that the caller may not see."""
     if (start := job.training.start_from) is None:
         return
     root = runs_dir.resolve()

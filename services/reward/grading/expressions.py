@@ -33,8 +33,9 @@ def parse_expression(source: str) -> ast.expr:
 
 @dataclass(frozen=True)
 class Language:
-    """Literals of the types `literals`, names, operators and calls of `functions`. `number` makes
-    the value of a literal, or of a call. `refusal` ends the sentence about any other part."""
+    """A language of literals of the types `literals`, names, operators and calls of `functions`.
+    `number` converts a literal and a function's result. `refusal` completes the message that names
+    a part which the language does not have."""
 
     binary: Mapping[type[ast.operator], Callable[[Any, Any], Any]]
     literals: tuple[type, ...]
@@ -89,7 +90,9 @@ _EXACT = Language(
         ast.Sub: operator.sub,
         ast.Mult: operator.mul,
         ast.Div: operator.truediv,
-        ast.FloorDiv: lambda left, right: Fraction(left // right),  # an int by itself
+        ast.FloorDiv: lambda left, right: Fraction(
+            left // right
+        ),  # `//` of two fractions gives an int
         ast.Mod: operator.mod,
     },
     literals=(int,),

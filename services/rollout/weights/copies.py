@@ -31,8 +31,8 @@ class Fetcher:
         self._patience_s = patience_s
 
     def fetch(self, files: tuple[WeightFile, ...], folder: Path) -> int:
-        """Downloads the files into `folder`, which it makes, and returns how many bytes it got.
-        Raises Failed for files that no longer exist or have another size."""
+        """Downloads the files into `folder`, which it makes, and returns how many bytes it
+        received. Raises Failed for files that no longer exist or have another size."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
         return asyncio.run(self._fetch(files, folder))

@@ -150,8 +150,8 @@ def as_scoring_head(head: nn.Module) -> ScoringHead | None:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Hidden states of some or all tokens, and the head that scores them tile by tile. `kept`
-    belongs to these tokens."""
+    """Hidden states `[C, H]` of all tokens or a chunk of them, and the head that scores them tile
+    by tile. `kept` belongs to the same tokens."""
 
     hidden_CH: Tensor
     weight_VH: Tensor

@@ -117,8 +117,8 @@ TokenBound = Callable[[LossInputs, Tensor], Tensor]
 @dataclass(frozen=True)
 class Loss:
     """One loss. `terms` returns l `[N]` from the inputs and the ratios `[N]`, `average` a
-    micro-batch's share of the step's mean of values `[N]`. `bounds` are by metric name the bounds
-    whose share of held tokens is reported."""
+    micro-batch's share of the step's mean of values `[N]`. `bounds` maps a metric's name to a
+    bound: the metric is the share of tokens that the bound holds."""
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
@@ -298,7 +298,8 @@ CLIPS: dict[str, TokenBound] = {
 
 
 def bounds_of(spec: Spec) -> dict[str, TokenBound]:
-    """Returns by metric name the bounds whose share of held tokens is reported."""
+    """Returns the loss's bounds by metric name, without `clip_ratio/dual_mean` if the job sets no
+    `dual_clip`."""
     bounds = dict(loss_of(spec).bounds)
     if not (isinstance(spec, TrainingSpec) and spec.dual_clip is not None):
         bounds.pop("clip_ratio/dual_mean", None)

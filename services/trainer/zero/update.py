@@ -94,11 +94,11 @@ class FrozenLogprobs:
 
 @dataclass
 class Progress:
-    """The progress of a train step, a call or an optimizer step, for its errors, and the state
-    before it: this rank's random numbers and, if it has several optimizer steps, weights and
-    optimizer. An optimizer step that was not taken, or that DeepSpeed refused, has not changed
-    these. `stepping`: the optimizer is at work, and weights may be half changed. `shape`: sequences
-    and tokens, padding included, of the present micro-batch."""
+    """The progress of a train step, a call or an optimizer step, for its errors, and the state to
+    restore if it fails: `random`, this rank's random numbers, and `snapshot`, its weights and
+    optimizer if several optimizer steps are taken. A single optimizer step that failed has changed
+    neither weights nor optimizer. `stepping`: the optimizer is at work, and weights may be half
+    changed. `shape`: sequences and tokens, padding included, of the present micro-batch."""
 
     random: dict[str, Any] = field(default_factory=random_state)
     snapshot: Snapshot | None = None

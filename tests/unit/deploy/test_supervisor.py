@@ -1,5 +1,5 @@
 """Which services a supervisor starts, what it tells them of the others, and when it starts one
-again."""
+again; whose files a stack leaves, and a child process that fails or logs to a full disk."""
 
 from __future__ import annotations
 

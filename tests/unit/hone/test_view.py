@@ -73,7 +73,7 @@ def test_metrics_of_several_jobs_stand_side_by_side_by_step() -> None:
     assert run("low", "high", "--keys", "rewrd")[0] == 2
 
 
-def test_several_jobs_are_plotted_in_one_picture_and_one_is_shown_as_ever() -> None:
+def test_plot_draws_one_job_or_several_and_refuses_keys_and_unknown_jobs() -> None:
     code, shown = run("low", "high", "--plot")
     assert code == 0 and shown.splitlines()[-1] == "a low   b high"
     code, shown = run("low", "other", "--plot")

@@ -80,7 +80,7 @@ async def test_another_row_says_nothing_of_the_grader(scripted_tools: GraderTool
         (MemoryError(), None),
     ],
 )
-async def test_what_no_text_can_bring_about_stays_missing_and_a_bug_is_no_way_out(
+async def test_failures_of_a_host_stay_missing_and_those_of_a_text_earn_the_least(
     scripted_tools: GraderTools, raised: Exception, value: float | None
 ) -> None:
     class Raising(Grader[registry.Params]):

@@ -191,7 +191,9 @@ def test_numbers_are_equal_exactly_or_to_six_digits(given: str, wanted: str, sam
         ("E", "E. coli", False),
     ],
 )
-def test_words_in_brackets_and_letters_of_choices(given: str, wanted: str, same: bool) -> None:
+def test_words_in_brackets_and_letters_of_choices_are_compared_as_meant(
+    given: str, wanted: str, same: bool
+) -> None:
     outcome = quick(given, wanted)
     assert outcome is not None and outcome[0] is same
 
@@ -530,7 +532,7 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         assert whole.value == 1
 
 
-async def test_formulas_stated_operations_not_carried_out_and_second_answers(
+async def test_stated_formulas_count_and_unsolved_operations_do_not(
     scripted_tools: GraderTools,
 ) -> None:
     cases: list[Case] = [

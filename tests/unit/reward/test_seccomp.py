@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 PROFILE: dict[str, Any] = json.loads((ROOT / "docker" / "seccomp-reward.json").read_text())
 HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 BUILDING = {"unshare", "mount", "umount2", "pivot_root", "mount_setattr", "sethostname"}
-ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+ALLOW, EPERM, KILL = 0x7FFF0000, 0x00050001, 0x80000000
 
 SERVICE = """
 import asyncio, json, os, sys

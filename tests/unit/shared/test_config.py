@@ -1,4 +1,5 @@
-"""Settings: refused when misspelt or unsafe."""
+"""Settings: what is refused and how it is said, deadlines that follow from others, secrets, and
+settings of each trainer."""
 
 from __future__ import annotations
 

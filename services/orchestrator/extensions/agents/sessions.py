@@ -68,8 +68,8 @@ class _Call:
 @dataclass(eq=False)
 class Session:
     """One rollout of `job`, by weights of at least `min_version`. `sampling.max_tokens` bounds the
-    tokens of each of its rows. `closed` is called when it is closed. `api_key` is a secret for the
-    agent alone."""
+    tokens of each of its rows. The session calls `closed` with itself once it is closed. `api_key`
+    is a secret for the agent alone."""
 
     services: Services
     job: Job

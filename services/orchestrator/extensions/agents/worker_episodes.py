@@ -172,14 +172,14 @@ class Episodes:
             asks = time.monotonic() - asked.at < NOBODY_S
             if asks == asked.told:
                 asked.told = not asks
-                told = (
+                message = (
                     "a worker asks for episodes again"
                     if asks
                     else f"no worker asked for an episode for {NOBODY_S:g} s; `hone work agent.py "
                     f"--job {offer.job_id}` starts one, on any machine that reaches this "
                     "orchestrator"
                 )
-                await services.caller.tell(told, not asks)
+                await services.caller.tell(message, not asks)
 
     async def _ended(self, lease: EpisodeLease, deadline_s: float) -> RolloutGroup:
         try:

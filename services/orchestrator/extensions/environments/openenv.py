@@ -28,7 +28,7 @@ from services.orchestrator.extensions.environments.tools import (
     arguments_of,
     as_text,
     check_allowed,
-    limited,
+    limit_episode,
     of_blocks,
     result,
     tool_schema,
@@ -328,7 +328,7 @@ class OpenEnv:
         if (episode := self._episodes.get(id)) is None:
             raise EpisodeLost(f"episode {id!r} is not open")
         what = f"turn {turn} at {episode.server.url}"
-        async with limited(lambda: self.drop(id), what, self._spec.step_s, "step_s"):
+        async with limit_episode(lambda: self.drop(id), what, self._spec.step_s, "step_s"):
             results: list[ToolResult] = []
             rewards: list[float] = []
             done = False

@@ -44,7 +44,8 @@ READ = (*COMPARED, "reasoning", "reasoning_content", "task")
 @dataclass(frozen=True)
 class TurnRequest:
     """The request of a turn: messages, a text, or token ids. `name` is a `digest`, equal for equal
-    requests. The last three limit its answer; all other sampling options are the job's."""
+    requests. `max_tokens`, `stop` and `stop_token_ids` limit its answer; the job sets all other
+    sampling options."""
 
     name: str
     messages: tuple[Message, ...] = ()

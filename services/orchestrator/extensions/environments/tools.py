@@ -101,11 +101,12 @@ def cut(text: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def limited(
+async def limit_episode(
     drop: Callable[[], None], what: str, limit_s: float, key: str
 ) -> AsyncGenerator[None]:
-    """Drops an episode if the block raises, because the episode's state is then unknown. Raises
-    EpisodeLost if the block takes longer than `limit_s`, the limit `key` of the job."""
+    """Calls `drop` if the block raises, because the episode's state is then unknown. Raises
+    EpisodeLost if the block, which `what` names, takes longer than `limit_s` seconds, the job's
+    `key`."""
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -161,7 +162,9 @@ class Tools:
         if (episode := self._episodes.get(id)) is None:
             raise EpisodeLost(f"episode {id!r} is not open")
         mine = tuple(call for call in calls if call.name in episode.own)
-        async with limited(lambda: self.drop(id), f"turn {turn}", self._spec.step_s, "step_s"):
+        async with limit_episode(
+            lambda: self.drop(id), f"turn {turn}", self._spec.step_s, "step_s"
+        ):
             told = await self._own.step(id, turn, mine) if self._own else None
             own = iter(told.results if told else ())
             results = [
@@ -213,7 +216,7 @@ class Tools:
         offered, owner = [*tools], {_name(tool): "the job's file" for tool in tools}
         episode = self._episodes[id] = _Episode(frozenset(owner))
         what = "the list of tools"
-        async with limited(lambda: self.drop(id), what, self._spec.boot_s, "boot_s"):
+        async with limit_episode(lambda: self.drop(id), what, self._spec.boot_s, "boot_s"):
             for url in self._spec.mcp:
                 check_allowed(url, "mcp", self._settings)
                 session = McpSession(url, self._spec.step_s)

@@ -1,5 +1,6 @@
 """The operations of a program's model, and its saved weights: files in its run folder, which
-outlive every process.
+outlive every process. `PendingQuota` limits the operations and orders of samples that
+wait, by API key.
 
     operations/00000017.msgpack          operation 17, once it is accepted
     operations/00000017.outcome.msgpack  its outcome, once it is done
@@ -295,6 +296,8 @@ def _read(path: Path, kind: type[W]) -> W | None:
     return codec.decode(kind, data, codec.MSGPACK)
 
 
+# --- limits on pending operations ----------------------------------------------------------------
+
 MAX_PENDING = 4096
 """Most pending operations and orders of samples of one API key."""
 
@@ -302,7 +305,7 @@ MAX_PENDING_BYTES = 1 << 29
 """Bytes on disk of pending operations and orders at which an API key's requests are refused: a
 hundred calls of 5 MB, the most that the SDK sends at a time."""
 
-RETRY_AFTER_S = 2
+QUOTA_RETRY_AFTER_S = 2
 
 
 @dataclass
@@ -337,7 +340,7 @@ class PendingQuota:
                     f"take {sum(pending.sizes.values())} bytes; expected fewer than {MAX_PENDING}, "
                     f"and than {MAX_PENDING_BYTES} bytes, of one API key: ask again when some are "
                     "done",
-                    retry_after_s=RETRY_AFTER_S,
+                    retry_after_s=QUOTA_RETRY_AFTER_S,
                 )
 
     def note(self, key: str, log: OperationLog, name: str) -> None:
@@ -363,7 +366,7 @@ class PendingQuota:
 def _count_again(pending: Pending) -> None:
     """Removes finished operations from the count: not often, for it reads thousands of files."""
     now = time.monotonic()
-    if now < pending.counted_at + RETRY_AFTER_S:
+    if now < pending.counted_at + QUOTA_RETRY_AFTER_S:
         return
     pending.counted_at = now
     for run, one in [*pending.sizes]:

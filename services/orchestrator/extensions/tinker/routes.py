@@ -227,6 +227,7 @@ class Management:
     async def training_runs(
         self, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "accessible"
     ) -> dict[str, Any]:
+        """Returns a page of the models that the caller may see, newest first."""
         found = [one async for one in models_of(self.store, access_scope)]
         records = [await self.store.get(one.id) for one in found[offset : offset + limit]]
         runs = [await _training_run(record) for record in records]
@@ -234,9 +235,11 @@ class Management:
         return {"training_runs": runs, "cursor": cursor}
 
     async def training_run(self, id: str, access_scope: Scope = "accessible") -> dict[str, Any]:
+        """Returns a model. Raises NotFound for any other id."""
         return await _training_run(await self.models.get(id, access_scope))
 
     async def checkpoints(self, id: str) -> dict[str, Any]:
+        """Returns the weights that the model saved under a name, oldest first."""
         return {"checkpoints": await _checkpoints(await self.models.get(id))}
 
     async def all_checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
@@ -249,12 +252,14 @@ class Management:
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
     async def delete(self, id: str, checkpoint: str) -> Response:
+        """Removes saved weights. Raises Conflict if a job that has not ended begins with them."""
         record = await self.models.get(id)
         saved = await asyncio.to_thread(find_saved, record, checkpoint)
         await _remove(self.store, Path(record.run_dir), saved)
         return Response(status_code=204)
 
     async def expire(self, id: str, checkpoint: str, request: Request) -> Response:
+        """Sets when saved weights expire. A body without a time keeps them."""
         body, _ = await self.bodies.json(request)
         record, ttl_s = await self.models.get(id), read_ttl(body)
         one = await asyncio.to_thread(find_saved, record, checkpoint)

@@ -30,7 +30,7 @@ BodyReader = Callable[[Request], Awaitable[tuple[dict[str, Any], str]]]
 
 _LIST = "list_training_runs and `hone ls` list the models"
 
-CONSTANT: dict[tuple[str, str], dict[str, str]] = {
+CONSTANT_ANSWERS: dict[tuple[str, str], dict[str, str]] = {
     ("POST", "session_heartbeat"): {"type": "session_heartbeat"},
     ("POST", "telemetry"): {"status": "accepted"},
     ("POST", "client/config"): {},
@@ -38,7 +38,7 @@ CONSTANT: dict[tuple[str, str], dict[str, str]] = {
     ("POST", "sessions/{session}/finish"): {},
     ("GET", "healthz"): {"status": "ok"},
 }
-"""Routes whose answer is always the same."""
+"""The answers of routes that always answer the same."""
 
 NOT_SUPPORTED: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     # the message, and the parameters of the query, which are not read
@@ -135,8 +135,8 @@ def add_session_routes(service: Service, store: Store, read: BodyReader) -> None
     add_route(service, "POST", "create_session", create_session)
     add_route(service, "GET", "sessions", sessions)
     add_route(service, "GET", "sessions/{id}", session)
-    for (method, path), answer in CONSTANT.items():
-        add_route(service, method, path, _answering(answer))
+    for (method, path), answer in CONSTANT_ANSWERS.items():
+        add_route(service, method, path, _constant_route(answer))
     for (method, path), (sentence, parameters) in NOT_SUPPORTED.items():
         declared = [{"name": name, "in": "query"} for name in parameters]
         add_route(
@@ -144,7 +144,7 @@ def add_session_routes(service: Service, store: Store, read: BodyReader) -> None
         )
 
 
-def _answering(answer: dict[str, str]) -> Callable[[], Awaitable[dict[str, str]]]:
+def _constant_route(answer: dict[str, str]) -> Callable[[], Awaitable[dict[str, str]]]:
     async def constant() -> dict[str, str]:
         return answer
 
