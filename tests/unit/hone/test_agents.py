@@ -269,7 +269,10 @@ def test_a_result_that_is_refused_is_a_failure_and_never_lost_silently() -> None
     for errors in ([Failed("a"), Failed("it broke")], [Forbidden("it broke")]):
         client = Offering(*errors)
         worker, told = worked(lambda row, base_url, api_key: 1.0, client)
-        assert told == ["did not take the result of episode: it broke"]
+        assert told == [
+            "the orchestrator did not take the result of episode 'e1': it broke; its lease is "
+            "returned, and another try may succeed"
+        ]
         assert worker.progress.lost == 1 and worker.progress.done == 0
         assert client.returned == ["e1"] and client.results == []
 
