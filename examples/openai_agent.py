@@ -1,4 +1,5 @@
-"""An agent made with `openai-agents`, trained as it is: it looks for a number by calls of a tool.
+"""An agent made with `openai-agents`, trained as it is: it looks for a number by at most
+eight calls of a tool, of which it may make several in one turn.
 
 pip install hone-rl openai-agents
 hone run examples/openai_agent.toml        # on the machine of the stack
@@ -26,7 +27,7 @@ FULL = "context_length_exceeded"
 
 
 async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    found = False
+    left, found = 8, False
 
     @function_tool
     def guess(number: int) -> str:
@@ -35,14 +36,17 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
         Args:
             number: The guess.
         """
-        nonlocal found
-        found = found or number == row["secret"]
-        if number == row["secret"]:
+        nonlocal left, found
+        if found or not left:
+            return "the game is over"
+        left -= 1
+        found = number == row["secret"]
+        if found:
             return "correct"
         return "higher" if number < row["secret"] else "lower"
 
     def is_over(*_: Any) -> ToolsToFinalOutputResult:
-        return ToolsToFinalOutputResult(is_final_output=found, final_output="found")
+        return ToolsToFinalOutputResult(is_final_output=found or not left, final_output="over")
 
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         agent = Agent(

@@ -14,6 +14,9 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 
+MAX_GUESSES = 8
+"""A turn may have many calls."""
+
 
 class Guess(Action):
     """Guesses the number."""
@@ -35,13 +38,14 @@ class Game(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def reset(self, secret: int, seed: Any = None, episode_id: Any = None) -> Heard:
-        self._secret = secret
+        self._secret, self._left = secret, MAX_GUESSES
         return Heard(said=" It is from 0 to 31.")
 
     def step(self, action: Guess, timeout_s: Any = None, **kwargs: Any) -> Heard:
         said = answer(self._secret, action.number)
-        found = said == "correct"
-        return Heard(said=said, done=found, reward=float(found))
+        self._left -= 1
+        found = said == "correct" and self._left >= 0
+        return Heard(said=said, done=found or self._left <= 0, reward=float(found))
 
     @property
     def state(self) -> State:

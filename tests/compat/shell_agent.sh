@@ -4,6 +4,7 @@ set -eu
 secret=$(printf %s "$HONE_ROW" | sed 's/.*"secret": *\([0-9]*\).*/\1/')
 number='{"type":"object","properties":{"number":{"type":"integer"}}}'
 tools="[{\"type\":\"function\",\"function\":{\"name\":\"guess\",\"parameters\":$number}}]"
+left=8
 messages='{"role":"user","content":"Find the number."}'
 for turn in 1 2 3 4 5 6 7 8; do
     answer=$(curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \
@@ -14,6 +15,8 @@ for turn in 1 2 3 4 5 6 7 8; do
     messages="$messages,$message"
     calls=$(printf %s "$message" | grep -o '"id": *"[^"]*"[^}]*}' || true)
     [ -n "$calls" ] || break
+    calls=$(printf '%s\n' "$calls" | head -n "$left") # a turn may have many
+    left=$((left - $(printf '%s\n' "$calls" | wc -l)))
     # in a subshell, so its results come back by what it prints
     results=$(printf '%s\n' "$calls" | while read -r call; do
         id=$(printf %s "$call" | sed 's/^"id": *"\([^"]*\)".*/\1/')
@@ -25,5 +28,6 @@ for turn in 1 2 3 4 5 6 7 8; do
     done)
     case $results in *correct*) echo 1; exit ;; esac
     messages="$messages$results"
+    [ "$left" -gt 0 ] || break
 done
 echo 0

@@ -23,10 +23,10 @@ STEPS = 6
 
 FOUND = """
 def found(completions, **columns):
-    return [
-        float(any(each["role"] == "tool" and each["content"] == "correct" for each in messages))
-        for messages in completions
-    ]
+    return [float("correct" in told(messages)[:8]) for messages in completions]
+
+def told(messages):
+    return [each["content"] for each in messages if each["role"] == "tool"]
 """
 
 

@@ -21,6 +21,10 @@ TOOL = {
 }
 
 
+MAX_GUESSES = 8
+"""A turn may have many calls."""
+
+
 class GuessData(vf.TaskData):
     secret: int
 
@@ -28,7 +32,7 @@ class GuessData(vf.TaskData):
 class GuessTask(vf.Task[GuessData]):
     @vf.reward(weight=1.0)
     async def found(self, trace: vf.Trace) -> float:
-        return float(self.data.secret in trace.info["guesses"])
+        return float(self.data.secret in trace.info["guesses"][:MAX_GUESSES])
 
     @vf.metric
     async def guesses(self, trace: vf.Trace) -> float:
@@ -82,7 +86,7 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
                 message = answer.json()["choices"][0]["message"]
                 calls = message.get("tool_calls") or []
                 messages += [message, *(self.said(call, data.secret, guesses) for call in calls)]
-                if not calls or data.secret in guesses:
+                if not calls or data.secret in guesses or len(guesses) >= MAX_GUESSES:
                     break
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
