@@ -5,9 +5,9 @@ of the tool are `higher`, `lower` and `correct`. The model is made in seconds, w
 Its first weights are written so that each token depends on the token before it alone. So nearly
 every answer is a legal call, one in six of them several calls at once, and the numbers do not
 depend on the tool's answers: reinforcement learning has to find the relation. It learns first which
-numbers the secrets come from: if these are 8 to 15, five guesses find one in six at the start and
-nearly half of them after 100 batches of 64 games (AdamW, rate 3e-4). Learning to use `higher` and
-`lower` takes more than 200.
+numbers the secrets come from: eight guesses find one in six of them at the start, and one in three
+after 12 batches of 128 games (AdamW, at a rate that falls from 1e-3). Learning to use `higher` and
+`lower` takes hundreds.
 
 A call is three tokens: its head, the number and its end. Together they are the text of a call as
 Hermes and Qwen2.5 write it, which vLLM's parser `hermes` reads. Everything else is one token per
@@ -29,7 +29,7 @@ PAD, BEGIN, END = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, END_ID = 0, 2
 ASKED = [{"role": "user", "content": "Find the number."}]
 NUM_TRAIN, NUM_TEST = 256, 32
-SECRETS = range(8, 16)
+SECRETS = range(12, 16)
 """The secret numbers: a part of the 32, so that there is something to learn before "higher" and
 "lower"."""
 

@@ -261,7 +261,8 @@ class Client:
             # a proxy may have dropped the range
             left_out = 0 if response.status_code == 206 else first_byte
             async for piece in response.aiter_raw():
-                yield piece[left_out:]
+                if new := piece[left_out:]:  # what the caller has is no progress
+                    yield new
                 left_out = max(left_out - len(piece), 0)
 
     @contextlib.asynccontextmanager

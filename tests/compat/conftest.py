@@ -18,6 +18,7 @@ import pytest
 import hone
 from deploy.machine import on_free_ports
 from deploy.tool_model import write_task
+from tests.compat.game import SAMPLES
 from tests.compat.packages import ROOT
 
 STEPS = 8
@@ -45,6 +46,7 @@ class AgentStack:
         job = tomllib.loads((ROOT / "examples/openai_agent.toml").read_text())
         rows = {key: str(self.folder / path) for key, path in job["data"].items()} | data
         model = str(self.folder / job["model"])
+        job["evaluation"]["samples"] = SAMPLES
         return job | {"name": name, "model": model, "data": rows, "steps": STEPS}
 
     def learned(self, job: dict[str, Any], python: Path, *agent: str) -> dict[str, float]:

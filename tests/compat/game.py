@@ -19,6 +19,10 @@ from deploy.machine import on_free_ports
 from tests.compat.packages import ROOT
 
 
+SAMPLES = 16
+"""Conversations of each held-out row: their mean differs by 0.02 from run to run, by 0.04 of 4."""
+
+
 @dataclass
 class GameStack:
     """A stack in `folder`. `url` is its orchestrator's, and `pid` its supervisor's process."""
@@ -71,5 +75,5 @@ def write_job(
     job |= {"name": name, "model": str(folder / "model"), **changes}
     job["data"] = {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl")}
     job["environment"] = {"max_turns": 8, **environment}
-    job["evaluation"]["every"] = job["steps"]
+    job["evaluation"] |= {"every": job["steps"], "samples": SAMPLES}
     (folder / "job.toml").write_text(tomli_w.dumps(job))

@@ -32,7 +32,8 @@ class Fetcher:
 
     def fetch(self, files: tuple[WeightFile, ...], folder: Path) -> int:
         """Downloads the files into `folder`, which it makes, and returns how many bytes it
-        received. Raises Failed for files that no longer exist or have another size."""
+        received. Raises Failed for files that no longer exist or are larger, and Unavailable where
+        the transfer ends early: what came is kept, and the next call continues there."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
         return asyncio.run(self._fetch(files, folder))
@@ -60,11 +61,16 @@ class Fetcher:
                 f"cannot fetch the weights from the trainer at {self._url}: {error.detail}",
                 code="digest_differs",
             ) from error
-        if have_bytes != file.size_bytes:
+        if have_bytes < file.size_bytes:
+            raise Unavailable(
+                f"the trainer at {self._url} ended {file.path} after {have_bytes} of "
+                f"{file.size_bytes} bytes",
+                code="unreachable",
+            )
+        if have_bytes > file.size_bytes:
             target.unlink()
-            more = " or more" if have_bytes > file.size_bytes else ""
             raise Failed(
-                f"{file.path} has {have_bytes} bytes{more}, expected {file.size_bytes}",
+                f"{file.path} has {have_bytes} bytes or more, expected {file.size_bytes}",
                 code="digest_differs",
             )
         return have_bytes - had_bytes

@@ -49,7 +49,7 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
         rng = random.Random(self.config.seed)
         return [
             GuessTask(
-                GuessData(prompt="Find the number.", secret=rng.randrange(8, 16)), self.config.task
+                GuessData(prompt="Find the number.", secret=rng.randrange(12, 16)), self.config.task
             )
             for _ in range(self.config.num_tasks)
         ]

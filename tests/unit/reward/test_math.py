@@ -574,6 +574,17 @@ async def test_stated_formulas_count_and_unsolved_operations_do_not(
         (r"\boxed{102\pi \approx 103\pi \approx 104\pi \approx 105\pi}", r"105\pi", 0),
         (r"\boxed{83 \approx 1000000}", "83", 0),
         (r"\boxed{9 \approx 0}", "9", 0),
+        # each value beside the first one, with its sign
+        (r"\boxed{17 \approx -17}", "17", 0),
+        (r"\boxed{17 \approx -17}", "-17", 0),
+        (r"\boxed{17 \approx \frac{35}{2} \approx 18}", "17", 0),
+        (r"\boxed{0 \approx \frac12 \approx 1}", "1", 0),
+        (r"\boxed{16 \approx \sqrt{288} \approx 17}", "17", 0),
+        (r"\boxed{\frac{22}{7} \approx 3.143 \approx 3.14}", "3.14", 1),
+        (r"\boxed{-\frac13 \approx -0.333}", r"-\frac13", 1),
+        ("So the answer is 17=17, 18.", "17", 0),
+        ("The answer is x=17,y=18.", "18", 0),
+        ("So the answer is 17,000 = 8,000 + 9,000.", "17000", 1),
         # yes and no
         ("Yes, it does.", "yes", 1),
         ("**No**, it does not.", "no", 1),

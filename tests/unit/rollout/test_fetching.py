@@ -71,6 +71,23 @@ def test_what_stays_cut_is_unavailable_and_kept_for_the_next_call(
     assert fetch(server, tmp_path) == len(DATA) - 100
 
 
+def test_bytes_that_were_there_before_are_no_progress(server: CutServer, tmp_path: Path) -> None:
+    server.cuts, server.takes_ranges = [1000] * 10_000, False
+    with pytest.raises(Unavailable, match="RemoteProtocolError"):
+        fetch(server, tmp_path)
+    assert len(server.ranges) < 10
+
+
+def test_a_transfer_that_ends_early_is_unavailable_and_kept(
+    server: CutServer, tmp_path: Path
+) -> None:
+    server.files[PATH] = DATA[:1000]
+    with pytest.raises(Unavailable, match=f"after 1000 of {len(DATA)} bytes"):
+        fetch(server, tmp_path)
+    server.files[PATH] = DATA
+    assert fetch(server, tmp_path) == len(DATA) - 1000
+
+
 def test_a_version_that_is_gone_is_not_waited_for(server: CutServer, tmp_path: Path) -> None:
     server.files.clear()
     with pytest.raises(Failed, match="404") as caught:

@@ -396,16 +396,17 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
 
 def _values(answer: str) -> list[str]:
     """Returns an answer's value and the decimals to which it is rounded: x = 22/7 and x = 3.14 for
-    x = 22/7 \\approx 3.14. Raises Veto where one is not rounded to the next."""
+    x = 22/7 \\approx 3.14. Raises Veto where one is not the value, rounded."""
     exact, *decimals = split(unwrapped(answer), _ROUNDED)
     if not decimals:
         return [answer]
     name, sign, _ = exact.partition("=")
     name = f"{name}=" if sign and _NAME.fullmatch(without_marks(name)) else ""
     values = [exact, *decimals]
-    pairs = zip(values[:MAX_VALUES], decimals, strict=False)
-    is_true = all(_is_rounded(one.rpartition("=")[2], other) for one, other in pairs)
-    if len(values) > MAX_VALUES or not is_true:
+    value = exact.rpartition("=")[2]
+    # each beside the value itself: 17 \\approx 35/2 \\approx 18 would lead from 17 to 18
+    is_true = len(values) <= MAX_VALUES and all(_is_rounded(value, one) for one in decimals)
+    if not is_true:
         raise Veto("false", answer)
     return [exact, *(f"{name}{one}" for one in decimals)]
 
@@ -431,6 +432,8 @@ def _is_rounded(exact: str, decimal: str) -> bool:
     if plain is None or plain.terms or not value.is_number:
         ratio = sympy.simplify(value / rounded)
         return bool(ratio.is_number and abs(ratio - 1).evalf() < sympy.Rational(1, 100))
+    if (value * rounded).is_negative:
+        return False
     digits = str(plain.value)
     step = plain.step or Fraction(10) ** (len(digits) - len(digits.rstrip("0") or digits))
     # a whole number may be rounded up, but not to the next power of ten

@@ -176,6 +176,7 @@ _FINAL = re.compile(
 )
 _JOINT = re.compile(r"(?:[\s$,;.&()]|\\[()\[\],;! ]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|and|or)*")
 _SEPARATOR = re.compile(r"\b(?:and|or)\b|,|;")
+_GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 MAX_BOXES = 100
 """Last boxes of a text that are read."""
 
@@ -392,6 +393,8 @@ def _stated_in(sentence: str, *, is_first: bool) -> str | None:
     last, first = number(sides[-1]), number(sides[0]) if len(sides) > 1 else None
     if last and sides[0].isdecimal() and sides[-1].isdecimal() and int(sides[0]) != int(sides[-1]):
         return None  # 18 = 17
+    if any(_SEPARATOR.search(_GROUPED.sub("", side)) for side in sides[1:] if not number(side)):
+        return None  # 17 = 17, 18
     if first and sides[-1] and (not last or last.is_division):
         return sides[0]  # 17 = 8 + 9, 17 = 34/2
     is_changed = not any(sides[:-1]) and _BEFORE.search(sentence[: chain.start()])
