@@ -18,7 +18,6 @@ import tomli_w
 from deploy.machine import on_free_ports
 from tests.compat.packages import ROOT
 
-
 SAMPLES = 16
 """Conversations of each held-out row: their mean differs by 0.02 from run to run, by 0.04 of 4."""
 
