@@ -195,7 +195,8 @@ class StepClock:
         self.begin()
         seconds = self._began - began
         shares = {
-            f"utilization/{service}": (busy_s - before.get(service, 0.0)) / seconds
+            # the clock and the services are read one after the other
+            f"utilization/{service}": min((busy_s - before.get(service, 0.0)) / seconds, 1.0)
             for service, busy_s in self._before.items()
         }
         return {"time/step": seconds, **(shares if seconds else {})}
