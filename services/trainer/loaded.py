@@ -61,6 +61,8 @@ class LoadedJob:
     skipped_steps: int = 0
     last: tuple[str, StepResult | ForwardBackwardResult | OptimStepResult] | None = None
     canary: tuple[int, Canary | None] | None = None
+    noise_at: int = 0
+    """The step for which the canary's rounding noise was measured."""
 
     def resume(self, point: ResumePoint) -> None:
         """Resumes from the checkpoint of `point`, if there is one; otherwise begins with the

@@ -54,8 +54,8 @@ from shared.wire import (
 )
 
 NOISE_EVERY = 8
-"""The rounding noise of the canary is measured at each step that this number divides, and at the
-first one. It takes twice as long as the canary itself, and a few updates hardly change it."""
+"""The rounding noise of the canary is measured for the first version, and once in so many steps. It
+takes twice as long as the canary itself, and a few updates hardly change it."""
 
 
 @dataclass(frozen=True)
@@ -301,8 +301,11 @@ class Trainer:
     def _canary(self, loaded: LoadedJob) -> Canary | None:
         """Returns the canary of the last applied step: a collective, once per step."""
         if loaded.canary is None or loaded.canary[0] != loaded.step:
-            before = loaded.canary and loaded.canary[1]
-            noise = before.noise if before and loaded.step % NOISE_EVERY else None
+            before, noise = loaded.canary and loaded.canary[1], None
+            if before and loaded.step // NOISE_EVERY == loaded.noise_at // NOISE_EVERY:
+                noise = before.noise
+            else:
+                loaded.noise_at = loaded.step
             canary = self._ranks.on_all_ranks(lambda: loaded.engine.canary(noise))[0]
             loaded.canary = loaded.step, canary
         return loaded.canary[1]

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from shared.errors import BadRequest, Busy, HoneError, Unavailable, from_problem
 from shared.host import tracing
-from shared.host.logs import request_id
+from shared.host.logs import get_logger, request_id
 from shared.http import codec
 from shared.http.connecting import (
     Absence,
@@ -42,6 +42,10 @@ from shared.http.urls import PORTS, without_password
 from shared.wire import VersionInfo
 
 WAIT_S = 20
+READ_S = WAIT_S + 10.0
+FILE_READ_S = 60.0
+"""Seconds without a byte of a file, which a slow disk may need for the first one."""
+
 MAX_FETCHES = 4
 """Most results fetched at once: polled operations end together, and their results are large."""
 
@@ -51,6 +55,10 @@ CHUNK_BYTES = 1 << 20
 HUB = "the Hugging Face Hub"
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def _timeout(read_s: float) -> httpx.Timeout:
+    return httpx.Timeout(connect=5.0, read=read_s, write=60.0, pool=None)
 
 
 class Client:
@@ -81,9 +89,8 @@ class Client:
         options = client_options(self.url, token)
         options["headers"] |= {"accept": self._media_type, **(headers or {})}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-        timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
         self._http = httpx.AsyncClient(
-            **options, timeout=timeout, limits=limits, transport=transport
+            **options, timeout=_timeout(READ_S), limits=limits, transport=transport
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
@@ -246,7 +253,9 @@ class Client:
                             if have_bytes > size_bytes:
                                 break
                 except HoneError as error:
-                    await asyncio.sleep(retry.pause_s(error, time.monotonic()))
+                    pause_s = retry.pause_s(error, time.monotonic())
+                    get_logger().warning("transfer interrupted", file=path, reason=error.detail)
+                    await asyncio.sleep(pause_s)
                 else:
                     if have_bytes == first_byte:
                         break
@@ -257,7 +266,7 @@ class Client:
         service's own HoneError, and Unavailable where the connection breaks."""
         part = {"range": f"bytes={first_byte}-"} if first_byte else {}
         headers = {"accept-encoding": "identity"} | part
-        async with self._stream(path, headers, 200, 206) as response:
+        async with self._stream(path, headers, 200, 206, read_s=FILE_READ_S) as response:
             # a proxy may have dropped the range
             left_out = 0 if response.status_code == 206 else first_byte
             async for piece in response.aiter_raw():
@@ -267,13 +276,14 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, path: str, headers: Mapping[str, str], *statuses: int
+        self, path: str, headers: Mapping[str, str], *statuses: int, read_s: float = READ_S
     ) -> AsyncGenerator[httpx.Response]:
         """Yields the open response with one of the statuses. Raises the service's own HoneError for
         another one, and Unavailable if the connection breaks in the block."""
         headers = {"x-request-id": request_id(), **headers}
+        timeout = _timeout(read_s)
         try:
-            async with self._http.stream("GET", path, headers=headers) as response:
+            async with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
                 if response.status_code not in statuses:
                     await response.aread()
                     raise self._error(response)

@@ -362,13 +362,14 @@ async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
     """Returns the result of the work. If the request's client disconnects before, cancels the work
     and raises ClientDisconnect, which is logged with status 499."""
     task = asyncio.create_task(work)
+    is_gone = False
     try:
-        await first_of([task], client_gone(request))
+        is_gone = await first_of([task], client_gone(request))
     finally:
         task.cancel()
         await asyncio.wait({task})
     if task.cancelled():
-        raise ClientDisconnect
+        raise ClientDisconnect if is_gone else Failed("the work of the request was cancelled")
     return task.result()
 
 

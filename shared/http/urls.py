@@ -113,7 +113,10 @@ def check_service_url(url: str) -> str:
             f"the URL of {parts.hostname!r} holds a user or a password; expected for example "
             f"{example}"
         )
-    has_more = parts.path.strip("/") or parts.query or parts.fragment
-    if has_more or not _VISIBLE.fullmatch(url):
+    if not _VISIBLE.fullmatch(url):
+        raise ValueError(
+            f"{url!r} has a blank, or a character beyond ASCII; expected for example {example}"
+        )
+    if parts.path.strip("/") or parts.query or parts.fragment:
         raise ValueError(f"{url!r} continues after host and port; expected for example {example}")
     return url

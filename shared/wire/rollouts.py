@@ -28,7 +28,7 @@ class Canary(Wire):
     """A fixed sequence and its log-probs by the trainer's weights of the version: `logprobs` `[T -
     1]` of all tokens but the first, in nats, at temperature 1, computed in `dtype`. `noise`: by how
     many nats they differ on average if every intermediate result is rounded in another way, which
-    the trainer measures for every eighth version; 0: it was not measured."""
+    the trainer measures once in eight steps; 0: it was not measured."""
 
     token_ids: TokenIds
     logprobs: Logprobs

@@ -131,7 +131,11 @@ class Copies:
         """Returns a new copy of the adapter's files, copied from `source` or fetched."""
         folder = self._folder / ADAPTERS / secrets.token_hex(8)
         if source is None:
-            return Copy(folder, await asyncio.to_thread(self._fetcher.fetch, ref.files, folder))
+            try:
+                return Copy(folder, await asyncio.to_thread(self._fetcher.fetch, ref.files, folder))
+            except BaseException:  # raised again; the next load has a folder of its own
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         try:
             await asyncio.to_thread(_copy, source, folder)
         except (OSError, Failed) as error:  # removed while it was read
