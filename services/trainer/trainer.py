@@ -176,7 +176,7 @@ class Trainer:
     def _continued(self, loaded: LoadedJob, request: TrainerJob) -> TrainerState:
         """Continues with the loaded engine. The job may differ in keys that an engine does not
         use."""
-        loaded.request = request
+        loaded.request, loaded.canary = request, None  # its noise is measured again
         if self._ranks.rank == 0:
             self._remember()
         return self.state(loaded)

@@ -404,8 +404,8 @@ class Job(Section):
     def shares_as(self) -> str | None:
         """A digest of the properties that jobs must have in common to share a trainer and its
         samplers: the base model, the shape of their adapters, and the engines' settings. None: the
-        job needs a trainer of its own. Under ZeRO-3 no adapter is whole on a rank, and DeepSpeed's
-        CPU Adam keeps powers of its betas from one step to the next, whichever job took it."""
+        job needs a trainer of its own. Under ZeRO-3 no adapter is whole on a rank, and an
+        offloaded optimizer is not swapped between jobs."""
         memory = self.memory
         if memory.zero_stage == 3 or memory.offload_optimizer:
             return None

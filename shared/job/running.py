@@ -45,8 +45,8 @@ class MemorySpec(Section):
     others, because it has no second copy of the weights."""
 
     offload_optimizer: bool = False
-    """Keeps master weights and optimizer state in host memory, and updates them there with
-    DeepSpeed's CPU Adam. Needs `zero_stage` 1, 2 or 3 and a C++ compiler."""
+    """Keeps master weights and optimizer state in host memory, and updates them there with torch's
+    AdamW. Needs `zero_stage` 1, 2 or 3."""
 
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """Computes a prefix that several sequences share once: a group's prompt, the few-shot part of

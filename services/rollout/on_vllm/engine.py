@@ -100,6 +100,7 @@ class VllmEngine:
         self._llm = start(engine_args(spec, settings))
         self._ends = end_ids(self._tokenizer, self._llm.model_config)
         self._request_ids = itertools.count()
+        self._ended = set[int]()  # requests that their deadline ended
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self.folder = folder
         self.max_model_len: int = self._llm.model_config.max_model_len
@@ -163,13 +164,12 @@ class VllmEngine:
         try:
             params = sampling_params(sampling, num_top, constraint)
             params.detokenize = bool(sampling.stop)
-            output = await self._last_output(
-                prompt_token_ids, params, salt, name, adapter=adapter, ending=ending
-            )
+            output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
+            ended_s = deadline_s if name in self._ended else None
         finally:
             if ending:
                 ending.cancel()
-        ended_s = deadline_s if ending and ending.done() else None
+            self._ended.discard(name)
         has_masks = self._spec.sampling_masks or constraint is not None
         masked = has_masks and sampling.truncates
         rollouts: list[Rollout] = []
@@ -196,6 +196,7 @@ class VllmEngine:
     async def _end_after(self, name: int, deadline_s: float) -> None:
         """Ends a request, which then returns the tokens so far."""
         await asyncio.sleep(deadline_s)
+        self._ended.add(name)
         await self._llm.abort(str(name))
 
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
@@ -387,10 +388,9 @@ class VllmEngine:
         name: int,
         priority: int = 0,
         adapter: Adapter | None = None,
-        ending: asyncio.Task[None] | None = None,
     ) -> RequestOutput:
         """Returns the finished output. Raises StateLost if the engine process dies, and Unavailable
-        if vLLM ended the request itself: only the task `ending` may end it."""
+        if vLLM ended the request, and not its deadline."""
         prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids)
         if salt:
             prompt["cache_salt"] = salt
@@ -410,8 +410,8 @@ class VllmEngine:
         except VLLMClientError as error:
             raise BadRequest(str(error)) from error
         assert last is not None, "vLLM ends a request with an output"
-        is_ended = ending is not None and ending.done()
-        if not is_ended and any(one.finish_reason == "abort" for one in last.outputs):
+        is_aborted = any(one.finish_reason == "abort" for one in last.outputs)
+        if is_aborted and name not in self._ended:
             # an engine process that gets SIGTERM answers all requests so, and then ends
             raise Unavailable("vLLM's engine process ended the request; send the request again")
         self._num_prompt_tokens += len(prompt_token_ids)
