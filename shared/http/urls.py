@@ -115,7 +115,8 @@ def check_service_url(url: str) -> str:
         )
     if not _VISIBLE.fullmatch(url):
         raise ValueError(
-            f"{url!r} has a blank, or a character beyond ASCII; expected for example {example}"
+            f"{url!r:.200} has a blank, a character beyond ASCII, or more than 1000 characters; "
+            f"expected for example {example}"
         )
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise ValueError(f"{url!r} continues after host and port; expected for example {example}")

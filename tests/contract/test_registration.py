@@ -135,7 +135,7 @@ async def test_a_url_that_is_none_of_a_service_is_refused(client: Client) -> Non
         ("ftp://127.0.0.1:8001", "is no URL; expected for example http://host:8001"),
         ("127.0.0.1:8001", "is no URL; expected for example http://host:8001"),
         ("http://127.0.0.1:port", "is no URL; expected for example http://host:8001"),
-        ("http://127.0.0.1:8001\n", "has a blank, or a character beyond ASCII"),
+        ("http://127.0.0.1:8001\n", "has a blank, a character beyond ASCII, or more than 1000"),
         ("http://user:secret@127.0.0.1:8001", "holds a user or a password"),
         ("http://127.0.0.1:8001/elsewhere", "continues after host and port"),
         ("http://127.0.0.1:8001?a=b", "continues after host and port"),

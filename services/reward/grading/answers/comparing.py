@@ -404,7 +404,7 @@ def _values(answer: str) -> list[str]:
     name = f"{name}=" if sign and _NAME.fullmatch(without_marks(name)) else ""
     values = [exact, *decimals]
     value = exact.rpartition("=")[2]
-    # each beside the value itself: 17 \\approx 35/2 \\approx 18 would lead from 17 to 18
+    # each beside the value itself: 17 \approx 35/2 \approx 18 would lead from 17 to 18
     is_true = len(values) <= MAX_VALUES and all(_is_rounded(value, one) for one in decimals)
     if not is_true:
         raise Veto("false", answer)
