@@ -90,9 +90,8 @@ _EXACT = Language(
         ast.Sub: operator.sub,
         ast.Mult: operator.mul,
         ast.Div: operator.truediv,
-        ast.FloorDiv: lambda left, right: Fraction(
-            left // right
-        ),  # `//` of two fractions gives an int
+        # `//` of two fractions gives an int
+        ast.FloorDiv: lambda left, right: Fraction(left // right),
         ast.Mod: operator.mod,
     },
     literals=(int,),
